@@ -1,0 +1,313 @@
+"""Guard of a run, version 1: is what runs what was asked for, and can it fit? keeper.py keeps what it makes.
+
+The same file, to the byte, lies in every recipe folder; `scripts/sync_guard.py FOLDER` brings a copy up to date.
+train.py makes four calls, in this order, and is a plain TRL script without them:
+
+    guard.check_launch   the launch line and the config file, before any argument is parsed
+    keeper.open_run      memory, the output folder, what may be resumed, before the model is loaded
+    keeper.watch         the strategy that really runs, the data, the checkpoints: from the first step on
+    keeper.close_run     proof that the weights are on disk, after the last step
+
+A problem on any rank stops all of them: the ranks exchange what they found, and rank 0 prints one paragraph.
+"""
+
+import copy
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import socket
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+import yaml
+from peft import get_peft_model
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from trl import get_peft_config
+
+import inputs
+
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "datasets", "bitsandbytes")
+RUN: dict = {}  # what this process knows of its run: folder, lock, record, strategy
+
+
+def environment(name: str, default: int) -> int:
+    """An integer of the launcher's environment; RANK decides whether there is a launcher at all."""
+    return int(os.environ[name]) if "RANK" in os.environ and name in os.environ else default
+
+
+def is_main() -> bool:
+    return environment("RANK", 0) == 0
+
+
+def say(text: str) -> None:
+    if is_main():
+        print(text, flush=True)
+
+
+def exchange(stage: str, value, seconds: int = 600, store_only: bool = False) -> list:
+    """Every rank's `value`, in rank order: by the process group where there is one, else by the launcher's own store."""
+    world, rank = environment("WORLD_SIZE", 1), environment("RANK", 0)
+    if dist.is_initialized() and dist.get_world_size() == world and not store_only:
+        values = [None] * world
+        dist.all_gather_object(values, value)
+        return values
+    if world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return [value]
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
+    key = f"guard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{stage}/"
+    store.set(f"{key}{rank}", json.dumps(value))
+    return [json.loads(store.get(f"{key}{r}")) for r in range(world)]
+
+
+def agree(stage: str, problem: str | None) -> None:
+    """All ranks stop where one has a problem; rank 0 prints the first one as one paragraph."""
+    found = [(rank, text) for rank, text in enumerate(exchange(stage, problem)) if text]
+    if not found:
+        return
+    ranks = sorted({rank for rank, _ in found})
+    world = environment("WORLD_SIZE", 1)
+    if is_main():
+        record(outcome="failed", error=found[0][1])
+        where = "" if world == 1 else f" (rank {', '.join(map(str, ranks))} of {world})"
+        print(f"\nerror: {found[0][1]}{where}\n", file=sys.stderr, flush=True)
+    exchange(f"{stage}/printed", None)  # the launcher stops the others as soon as one leaves
+    os._exit(1)
+
+
+def record(**changes) -> None:
+    """Update run.json by a rename, so that a reader never sees half of it. Rank 0 only, once open_run has the folder."""
+    if not is_main() or "record" not in RUN:
+        return
+    RUN["record"].update(changes, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    partial = RUN["folder"] / "run.json.partial"
+    partial.write_text(json.dumps(RUN["record"], indent=1, default=str, sort_keys=True), encoding="utf-8")
+    os.replace(partial, RUN["folder"] / "run.json")
+
+
+def on_exception(kind, error, trace) -> None:
+    """Mark the run as failed; a mistake in the input becomes one paragraph, everything else keeps its traceback."""
+    first = True
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+        first = store.add(f"guard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/failed", 1) == 1
+    if is_main() and RUN.get("record", {}).get("outcome") == "running":
+        record(outcome="failed", error=f"{kind.__name__}: {error}"[:2000])
+    if not first:
+        return
+    rank = "" if environment("WORLD_SIZE", 1) == 1 else f" (rank {environment('RANK', 0)})"
+    if kind.__name__ in ("RowError", "SystemExit") or (
+        issubclass(kind, OSError) and "is not a local folder" in str(error)
+    ):
+        print(f"\nerror: {' '.join(str(error).split())}{rank}\n", file=sys.stderr, flush=True)
+    else:
+        print(f"\nerror{rank}: the run stopped at this point:", file=sys.stderr)
+        traceback.print_exception(kind, error, trace)
+        sys.stderr.flush()
+
+
+def declared_strategy() -> str:
+    """What the launcher was told: single, ddp, fsdp, zero1, zero2, zero3 or zero3_offload."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+        if not os.path.isfile(file):
+            raise ValueError(
+                f"the launch file names the DeepSpeed file `{file or 'none'}`, which is not here ({os.getcwd()}). Its path is "
+                "relative to the working directory: start from the cookbook's root, or with deepspeed_configs/ beside you."
+            )
+        with open(file, encoding="utf-8") as text:
+            zero = json.load(text).get("zero_optimization", {})
+        return f"zero{zero.get('stage', 0)}" + ("_offload" if "offload_optimizer" in zero else "")
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        return "fsdp"
+    return "ddp" if environment("WORLD_SIZE", 1) > 1 else "single"
+
+
+def launch_problem(parser, script: str, strategies: tuple[str, ...]) -> str | None:
+    """The first thing that is wrong with the launch line, or None. Sets RUN's strategy and rewrites sys.argv."""
+    try:
+        inputs.strict_arguments(parser, script)
+        strategy = RUN["strategy"] = declared_strategy()
+    except ValueError as error:
+        return str(error)
+    if strategy not in strategies:
+        return f"this recipe does not fit the strategy `{strategy}`. It runs under: {', '.join(strategies)} (accelerate_configs/)."
+    if strategy == "fsdp" and os.environ.get("FSDP_VERSION") != "2":
+        return "the launch file asks for FSDP version 1. Write `fsdp_version: 2`, as in accelerate_configs/fsdp.yaml."
+    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
+        return "the launch file sets `mixed_precision`, which silently beats the recipe's `bf16`. Take that line out."
+    namespace, _ = parser.parse_known_args(sys.argv[1:])
+    local, gpus = environment("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
+    if not namespace.use_cpu and gpus == 0:
+        return (
+            f"no GPU is visible on {socket.gethostname()}, so {local} process(es) would each train alone on the CPU, as rank 0 "
+            "of 1, into one folder. To train on the CPU on purpose, add `--use_cpu true` after train.py."
+        )
+    if not namespace.use_cpu and local > gpus:
+        return f"{local} processes were started on a machine with {gpus} visible GPU(s). Use `--num_processes {gpus}`."
+    if not namespace.use_cpu and gpus > 1 and "RANK" not in os.environ:
+        return f"{gpus} GPUs are visible but there is no launcher. Start with `accelerate launch --config_file ... {script}`."
+    return None
+
+
+def check_launch(parser, script: str, strategies: tuple[str, ...]) -> None:
+    """Stage 1, before arguments are parsed. All ranks stop, with one paragraph, where one of them finds a problem.
+
+    parser: the TrlParser of train.py. script: its `__file__`. strategies: the launch files that the recipe fits.
+    """
+    sys.excepthook = on_exception
+    agree("launch", launch_problem(parser, script, strategies))
+    RUN["script"], RUN["strategies"] = script, strategies
+    RUN["versions"] = {name: version(name) for name in PACKAGES}
+    digest = hashlib.sha256(json.dumps([sys.argv[1:], RUN["strategy"], RUN["versions"]]).encode()).hexdigest()[:12]
+    facts = exchange("facts", [socket.gethostname(), digest, environment("RANK", 0)])
+    odd = [host for host, other, _ in facts if other != facts[0][1]]
+    agree(
+        "same",
+        f"{', '.join(odd)} differ(s) from {facts[0][0]} in arguments, launch file or package versions."
+        if odd
+        else None,
+    )
+
+
+def version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------- the memory
+
+
+def state_bytes(config, model_args, optim: str, strategy: str, world: int) -> float:
+    """Bytes per GPU of weights, gradients and optimizer, from the model's config alone; activations come on top."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)  # from_config would shard it under ZeRO-3
+        linear = sum(
+            m.weight.numel() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "head" not in n
+        )
+        total = trained = RUN["parameters"] = sum(p.numel() for p in model.parameters())
+        if model_args.use_peft:
+            model = get_peft_model(model, get_peft_config(model_args))
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    element = 4 if model_args.dtype == "float32" else 2
+    frozen = 0 if trained == total else total * element
+    if frozen and (model_args.load_in_4bit or model_args.load_in_8bit):
+        frozen -= linear * (element - (0.5 if model_args.load_in_4bit else 1))  # bitsandbytes packs Linear layers only
+    moments = 2 if "8bit" in optim else 8
+    # Sharded over: the weights, the gradients, the optimizer with its fp32 masters.
+    over = {"fsdp": (1, 1, 1), "zero1": (0, 0, 1), "zero2": (0, 1, 1), "zero3": (1, 1, 1), "zero3_offload": (1, 1, 1)}
+    w, g, o = (world if sharded else 1 for sharded in over.get(strategy, (0, 0, 0)))
+    if strategy.startswith("zero"):  # bf16 copies are trained beside fp32 masters
+        on_gpu = 0 if strategy == "zero3_offload" else (4 + moments) / o
+        return frozen / w + trained * (2 / w + 2 / g + on_gpu)
+    kept = 2 if element == 2 and not frozen and strategy != "fsdp" else 4  # FSDP2 and peft keep what trains in fp32
+    return frozen / w + trained * (kept / w + kept / g + moments / o)
+
+
+def memory_problem(config, model_args, training_args) -> str | None:
+    """Whether weights, gradients and optimizer can fit each GPU, and the host while it dequantizes MXFP4."""
+    world, local = environment("WORLD_SIZE", 1), environment("LOCAL_WORLD_SIZE", 1)
+    name, gib = model_args.model_name_or_path, 2**30
+    need = state_bytes(config, model_args, str(training_args.optim), RUN["strategy"], world)
+    host = 2 * RUN["parameters"] * local
+    quantization = getattr(config, "quantization_config", None) or {}
+    if quantization.get("quant_method") == "mxfp4" and host > (free := psutil.virtual_memory().available):
+        return (
+            f"{name} is stored as MXFP4: each of the {local} processes of this machine would dequantize all of it, "
+            f"{host / gib:.0f} GiB of host memory together, on every start; {free / gib:.0f} GiB are free. Write bf16 weights "
+            f"once, `python scripts/export.py {name} DEST --bf16`, and start with `--model_name_or_path DEST`."
+        )
+    have = (
+        torch.cuda.get_device_properties(training_args.device).total_memory
+        if training_args.device.type == "cuda"
+        else need
+    )
+    if need <= have:
+        return None
+    fits = []
+    for file in sorted(Path(RUN["script"]).resolve().parent.glob("*.yaml")):
+        other = copy.copy(model_args)
+        vars(other).update(
+            {k: v for k, v in yaml.safe_load(file.read_text()).items() if hasattr(other, k)}, model_name_or_path=name
+        )
+        for strategy in dict.fromkeys((RUN["strategy"], "fsdp", "zero3", "zero3_offload")):
+            if (
+                strategy in RUN["strategies"]
+                and state_bytes(config, other, str(training_args.optim), strategy, world) <= have
+            ):
+                fits.append(f"--config {file.stem} under {strategy}.yaml")
+                break
+    return (
+        f"{name} needs {need / gib:.0f} GiB per GPU under {RUN['strategy']} with {world} process(es) for weights, gradients and "
+        f"optimizer alone; this GPU has {have / gib:.0f} GiB. "
+        + (f"What fits here: {'; '.join(fits)}." if fits else "Use more GPUs, or a smaller model.")
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the strategy
+
+
+def strategy_problem(trainer) -> str | None:
+    """Where what runs is not what was asked for: sharding, precision, clipping. Called with the model prepared."""
+    args, model, world = trainer.args, trainer.model, environment("WORLD_SIZE", 1)
+    parameters, strategy = list(model.parameters()), RUN["strategy"]
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    if strategy.startswith("zero"):
+        engine = trainer.model_wrapped
+        runs = (
+            f"zero{engine.zero_optimization_stage()}"
+            if plugin and hasattr(engine, "zero_optimization_stage")
+            else "no ZeRO"
+        )
+        runs += "_offload" if strategy.endswith("_offload") and engine.zero_offload_optimizer() is not None else ""
+        if runs == strategy and not math.isclose(engine.gradient_clipping(), args.max_grad_norm):
+            return f'DeepSpeed clips gradients at {engine.gradient_clipping()}, the recipe asks for {args.max_grad_norm}: write `"gradient_clipping": "auto"` in the DeepSpeed file.'
+    elif any(isinstance(p, DTensor) for p in parameters):
+        runs = "fsdp"
+    else:
+        runs = "ddp" if isinstance(trainer.model_wrapped, DistributedDataParallel) else "single"
+    if runs != strategy:
+        return (
+            f"the launch file asks for {strategy} over {world} process(es), but what runs is {runs} "
+            f"({trainer.accelerator.distributed_type})."
+            + (
+                " accelerate shards by FSDP only on GPUs; on CPU use scripts/fsdp_on_cpu.py."
+                if strategy == "fsdp"
+                else ""
+            )
+        )
+    trained = {p.dtype for p in parameters if p.requires_grad}
+    if (
+        runs in ("single", "ddp")
+        and trained & {torch.bfloat16, torch.float16}
+        and not trainer.model.__class__.__name__.startswith("Peft")
+    ):
+        return "full weights would train in bf16 without fp32 masters, which rounds small updates away. Set `dtype: float32` (with `bf16: true`)."
+    return None
+
+
+def hardware() -> dict:
+    """What the run record says of this machine."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "host": socket.gethostname(),
+        "gpus": gpus,
+        "cores": os.cpu_count(),
+        "memory": psutil.virtual_memory().total,
+    }

@@ -1,0 +1,69 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0", "transformers==5.24.0", "trl==1.16.0", "accelerate==1.15.0", "peft==0.21.2",
+#     "deepspeed==0.19.8", "datasets==5.2.0", "bitsandbytes==0.50.2", "psutil", "pyyaml",
+# ]
+# ///
+"""gpt-oss-20B, LoRA on attention, to reason in a language of choice (Multilingual-Thinking), with DDP.
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/gpt-oss-20b/train.py
+
+Loss on what the assistant writes, its reasoning included. Defaults stand in config.yaml; any TRL argument may follow:
+
+    ... recipes/gpt-oss-20b/train.py --learning_rate 1e-4 --dataset_name my_rows.jsonl
+    ... recipes/gpt-oss-20b/train.py --config expert_lora
+"""
+
+from pathlib import Path
+
+from transformers import AutoConfig, AutoTokenizer, Mxfp4Config
+from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
+
+import guard
+import inputs
+import keeper
+
+
+def main():
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, inputs.RecipeArguments))
+    guard.check_launch(parser, __file__, ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "zero3_offload"))
+    script_args, training_args, model_args, recipe_args = parser.parse_args_and_config()
+    keeper.open_run(script_args, training_args, model_args, recipe_args)
+
+    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+    stock_template = tokenizer.chat_template
+    train_rows, eval_rows = inputs.load_rows(script_args, training_args, recipe_args, tokenizer)
+
+    # The published weights are MXFP4, which cannot be trained: they are turned into bf16, on purpose, while loading.
+    config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+    stored = getattr(config, "quantization_config", None) or {}
+    is_mxfp4 = stored.get("quant_method") == "mxfp4"
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "dtype": model_args.dtype,
+        "attn_implementation": model_args.attn_implementation,
+    }
+    trainer = SFTTrainer(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+        quantization_config=Mxfp4Config(dequantize=True) if is_mxfp4 else get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    keeper.watch(trainer)
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+
+    if trainer.is_fsdp_enabled:  # checkpoints are sharded; the result is one whole adapter
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    tokenizer.chat_template = stock_template  # without the tags and the pinned date that only training needs
+    final = str(Path(training_args.output_dir, "final"))
+    trainer.save_model(final)
+    keeper.close_run(trainer, final)
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()

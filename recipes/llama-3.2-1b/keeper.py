@@ -1,0 +1,251 @@
+"""Keeper of a run, version 1: its folder, its checkpoints, its record. Nothing that was trained is lost.
+
+The same file, to the byte, lies in every recipe folder; `scripts/sync_guard.py FOLDER` brings a copy up to date.
+
+A run folder (`output_dir`) holds checkpoint-N/ with complete.json written last, final/, run.json, metrics.jsonl (a line of
+JSON for each logged step), eval_rows.json and .lock. Scripts read these and nothing else.
+"""
+
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from transformers import AutoConfig, TrainerCallback
+
+from guard import RUN, agree, environment, exchange, hardware, is_main, memory_problem, record, say, strategy_problem
+
+MARK = "complete.json"  # a checkpoint without it is not whole
+# Arguments that may differ between two starts of one run, because they do not decide its weights. What the batch
+# arguments and the number of processes decide together, the global batch, is compared by itself.
+FREE = re.compile(
+    "(output_dir|resume_from|log|save_|eval_(?!fraction)|per_device|gradient_accumulation|report_to|run_name|hub_|push_|"
+    "project|trackio|disable_tqdm|dataloader_n|dataloader_p|dataset_num_proc|use_cpu|local_rank|ddp_|deepspeed|fsdp|do_|"
+    "include_|prediction|debug|accelerator_config)"
+)
+
+
+def is_complete(checkpoint: Path) -> str | None:
+    """Why a checkpoint is not whole, or None: its mark lists every file that was on disk, with its size in bytes."""
+    try:
+        files = json.loads((checkpoint / MARK).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "it carries no completeness mark: the save was cut off"
+    for name, size in files.items():
+        found = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
+        if found != size:
+            return f"{name} is {'missing' if found is None else f'{found} bytes'}, expected {size} bytes"
+    return None
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """checkpoint-N folders, newest first."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    return sorted(found, key=lambda path: -int(path.name.removeprefix("checkpoint-")))
+
+
+def identity(script_args, training_args, model_args, recipe_args) -> dict:
+    """The arguments that decide the weights, with secrets taken out of addresses."""
+    every = {}
+    for group in (script_args, training_args, model_args, recipe_args):
+        every |= group.to_dict() if hasattr(group, "to_dict") else vars(group)
+    every = {key: value for key, value in every.items() if not FREE.match(key)}
+    every["global_batch"] = training_args.train_batch_size * training_args.gradient_accumulation_steps
+    every["global_batch"] *= environment("WORLD_SIZE", 1)
+    every["world_size"], every["strategy"] = environment("WORLD_SIZE", 1), RUN["strategy"]
+    return json.loads(re.sub(r"://[^@/\"]+@", "://***@", json.dumps(every, default=str)))
+
+
+def open_run(script_args, training_args, model_args, recipe_args) -> None:
+    """Stage 1, after the arguments: memory, the output folder (locked, and only ever one run's), what to resume.
+
+    Sets training_args.resume_from_checkpoint to the newest complete checkpoint, or to None. Ends the process with
+    exit code 0 where the folder holds this very run, finished.
+    """
+    state, world = PartialState(), environment("WORLD_SIZE", 1)
+    agree(
+        "world",
+        f"{world} processes were launched, but accelerate sees {state.num_processes}: each would train alone. On a machine "
+        "without a GPU add `--use_cpu true` after train.py; take `use_cpu` and `MULTI_CPU` out of the launch file."
+        if state.num_processes != world
+        else None,
+    )
+    name = model_args.model_name_or_path
+    if not os.path.isdir(name) and state.local_process_index == 0:  # one download a machine, the others wait
+        snapshot_download(name, revision=model_args.model_revision, ignore_patterns=["original/*", "metal/*"])
+    exchange("download", True, seconds=24 * 3600, store_only=True)
+    config = AutoConfig.from_pretrained(name, revision=model_args.model_revision)
+    agree("memory", memory_problem(config, model_args, training_args))
+
+    RUN["folder"] = folder = Path(training_args.output_dir)
+    problem, earlier = None, {}
+    if is_main():
+        folder.mkdir(parents=True, exist_ok=True)
+        RUN["lock"] = open(folder / ".lock", "w")  # noqa: SIM115 the system lets go of it when this process dies
+        try:
+            fcntl.flock(RUN["lock"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            problem = (
+                f"output_dir {folder} is in use by a run that is alive. Wait for it, or choose another --output_dir."
+            )
+        if (folder / "run.json").is_file():
+            earlier = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    agree("lock", problem)
+    earlier, asked = exchange("earlier", earlier)[0], identity(script_args, training_args, model_args, recipe_args)
+    before = earlier.get("arguments", asked)
+    different = [
+        f"{key} was {before.get(key)!r:.60}, now {asked.get(key)!r:.60}"
+        for key in sorted(before.keys() | asked.keys())
+        if before.get(key) != asked.get(key)
+    ]
+    found = checkpoints(folder)
+    if different and (found or earlier.get("outcome") == "done"):
+        problem = f"output_dir {folder} holds another run: {'; '.join(different)}. Give the old values, or another --output_dir."
+    elif found and not earlier:
+        problem = f"output_dir {folder} holds checkpoints without a run.json. Choose another --output_dir."
+    agree("identity", problem)
+    if earlier.get("outcome") == "done":
+        say(f"This run is finished: {earlier.get('final')}. Nothing is left to train.")
+        state.destroy_process_group()
+        sys.exit(0)
+    if training_args.resume_from_checkpoint == "auto":
+        reasons = {path: is_complete(path) for path in found}
+        for path, reason in reasons.items():
+            if reason:
+                say(f"skipped {path.name}: {reason}")
+        whole = [path for path, reason in reasons.items() if not reason]
+        training_args.resume_from_checkpoint = str(whole[0]) if whole else None
+    elif training_args.resume_from_checkpoint:
+        path = Path(training_args.resume_from_checkpoint)
+        reason = is_complete(path)
+        agree("checkpoint", f"resume_from_checkpoint {path}: {reason}." if reason else None)
+    say(
+        f"resuming from {training_args.resume_from_checkpoint}"
+        if training_args.resume_from_checkpoint
+        else "starting anew"
+    )
+    RUN["record"] = {"outcome": "running", "arguments": asked, "command": sys.argv, "versions": RUN["versions"]}
+    RUN["record"] |= {
+        "started": [*earlier.get("started", []), time.time()],
+        "data": earlier.get("data"),
+        "hardware": hardware(),
+    }
+    record()
+
+
+class Keeper(TrainerCallback):
+    """Watches a training: metrics as lines of JSON, whole checkpoints, SIGTERM, numbers that are not finite."""
+
+    def __init__(self, trainer):
+        self.trainer, self.terminated = trainer, False
+        self.keep, trainer.args.save_total_limit = (
+            trainer.args.save_total_limit,
+            None,
+        )  # the trainer rotates before a mark
+        trainer.args.logging_nan_inf_filter = False  # it would show the last finite loss instead
+        signal.signal(signal.SIGTERM, self.on_sigterm)
+
+    def on_sigterm(self, *_):
+        self.terminated = True  # saving here would wait for ranks that are elsewhere: they agree at the end of the step
+
+    def on_train_begin(self, args, state, control, **_):
+        agree("strategy", strategy_problem(self.trainer))
+        world = environment("WORLD_SIZE", 1)
+        cpu = " on CPU (gloo), from the same launch file" if args.device.type == "cpu" else ""
+        batch = args.train_batch_size * args.gradient_accumulation_steps * world
+        say(
+            f"strategy {RUN['strategy']} over {world} process(es){cpu}; global batch {batch} = {args.train_batch_size} x "
+            f"{args.gradient_accumulation_steps} x {world}; {state.max_steps} steps, warm-up {args.get_warmup_steps(state.max_steps)}"
+        )
+
+    def on_step_end(self, args, state, control, **_):
+        flag = torch.tensor(float(self.terminated), device=args.device)
+        if dist.is_initialized():
+            dist.all_reduce(flag)
+        if flag.item():
+            self.terminated = control.should_save = control.should_training_stop = True
+
+    def on_save(self, args, state, control, **_):
+        PartialState().wait_for_everyone()
+        if not is_main():
+            return
+        os.sync()
+        folder = RUN["folder"] / f"checkpoint-{state.global_step}"
+        files = {
+            str(p.relative_to(folder)): p.stat().st_size
+            for p in sorted(folder.rglob("*"))
+            if p.is_file() and p.name != MARK
+        }
+        partial = folder / f"{MARK}.partial"
+        partial.write_text(
+            json.dumps({"step": state.global_step, "world_size": environment("WORLD_SIZE", 1), "files": files})
+        )
+        os.replace(partial, folder / MARK)
+        whole = [path for path in checkpoints(RUN["folder"]) if is_complete(path) is None]
+        for path in whole[self.keep :] if self.keep else []:
+            (path / MARK).unlink()
+            shutil.rmtree(path)
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if is_main():
+            with open(RUN["folder"] / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, "time": time.time(), **logs}) + "\n")
+        for key in ("loss", "grad_norm", "eval_loss"):
+            if key in logs and not math.isfinite(logs[key]):
+                agree(
+                    "finite",
+                    f"{key} is {logs[key]} at step {state.global_step}. Nothing was saved after it; look at the data of the last {args.logging_steps:g} step(s), the learning rate and the precision.",
+                )
+
+    def on_train_end(self, args, state, control, **_):
+        PartialState().wait_for_everyone()
+        if self.terminated and state.global_step < state.max_steps:
+            record(outcome="preempted", step=state.global_step)
+            say(
+                f"stopped by SIGTERM at step {state.global_step}; the checkpoint is whole. The same command continues the run."
+            )
+            PartialState().destroy_process_group()
+            os._exit(1)
+
+
+def watch(trainer) -> None:
+    """Stage 2, with the trainer built: the data it will see, what is adapted, and the Keeper that watches the steps."""
+    problem, names = None, [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    config = getattr(trainer.model, "peft_config", {}).get("default")
+    for target in (config and config.target_parameters) or []:
+        if not any(target.rpartition(".")[0] in name for name in names):
+            problem = f"lora_target_parameters: {target} matches no parameter, so it would be left out without a word. Trained: {names[:4]} ..."
+    agree("adapted", problem)
+    record(data=trainer.train_dataset._fingerprint)
+    trainer.add_callback(Keeper(trainer))
+
+
+def close_run(trainer, final: str) -> None:
+    """Proof that the weights are on disk, whole and readable; then the run is done. Raises where they are not."""
+    PartialState().wait_for_everyone()
+    problem = None
+    if is_main():
+        elements = 0
+        for file in Path(final).glob("*.safetensors"):
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    size = math.prod(tensors.get_slice(name).get_shape())
+                    problem = problem or (f"{file}: the tensor {name} is empty." if size == 0 else None)
+                    elements += size
+        wanted = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters() if p.requires_grad)
+        if elements < wanted:
+            problem = f"{final} holds {elements} weights, {wanted} were trained. The last checkpoint in {RUN['folder']} is whole; export that."
+        record(**({} if problem else {"outcome": "done", "final": str(final), "step": trainer.state.global_step}))
+    agree("saved", problem)
+    say(f"done: {final}")

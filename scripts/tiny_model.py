@@ -1,0 +1,311 @@
+"""Write a tiny random model with the manners of a published one, without a hub, in seconds.
+
+    python scripts/tiny_model.py llama models/tiny-llama
+    python scripts/tiny_model.py qwen3 models/tiny-qwen3 --dtype bfloat16 --layers 4 --hidden 128
+    python scripts/tiny_model.py gpt-oss models/tiny-gpt-oss
+    python scripts/tiny_model.py gpt-oss models/tiny-gpt-oss-mxfp4 --mxfp4
+    python scripts/tiny_model.py gpt-oss models/random-gpt-oss-20b --mxfp4 --size 20b
+
+The folder loads with `AutoModelForCausalLM` and `AutoTokenizer`. What a recipe or a test can stumble over is as
+published (Llama-3.2-1B-Instruct, Qwen3-8B, gpt-oss-20b): special tokens, stop and pad tokens, chat template, bos, tied
+or untied head, attention layout, router loss weight, MXFP4 layout. Ids, sizes and weights are not: the weights are
+random, and the vocabulary is 256 bytes, some 150 merges and the special tokens. Unlike Qwen3's own tokenizer, which
+puts text into NFC, all three give back any text unchanged.
+
+`--size 20b` and `--size 120b` write random MXFP4 weights in the real dimensions (14 and 65 GB), shard by shard, to
+measure loading, exporting and training without a download. Their text is still read by the tiny tokenizer.
+"""
+
+import argparse
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import torch
+from export import ExportError, write_shards
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+MERGES_TEXT = """A tiny model learns from a tiny text. The answer is a short sentence, and the question is shorter.
+{"company": "The Paper House", "date": "2018-03-30", "address": "12 Long Road", "total": "10.50"}
+You are a helpful assistant. Read the receipt, then answer in JSON with the company, the date and the total.
+The user asks; the assistant answers; the system says how. What was trained is saved, and what was saved is loaded.
+"""
+QWEN_VISION = ("object_ref_start", "object_ref_end", "box_start", "box_end", "quad_start", "quad_end", "vision_start")
+QWEN_VISION += ("vision_end", "vision_pad", "image_pad", "video_pad")
+QWEN_CODE = ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")
+
+# What a family publishes, by token strings. `special` are skipped when decoding, `plain` are single ids that stay.
+FAMILIES = {
+    "llama": {
+        "template": "llama3_2.jinja",
+        "special": "<|begin_of_text|> <|end_of_text|> <|finetune_right_pad_id|> <|start_header_id|> <|end_header_id|> "
+        "<|eom_id|> <|eot_id|> <|python_tag|>",
+        "plain": "",
+        "tokenizer": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "model_max_length": 131072},
+        "config": {"bos": "<|begin_of_text|>", "eos": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]},
+        "generation": {"bos": "<|begin_of_text|>", "eos": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]},
+        "sampling": {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+    },
+    "qwen3": {
+        "template": "qwen3.jinja",
+        "special": "<|endoftext|> <|im_start|> <|im_end|> " + " ".join(f"<|{name}|>" for name in QWEN_VISION),
+        "plain": "<tool_call> </tool_call> "
+        + " ".join(f"<|{name}|>" for name in QWEN_CODE)
+        + " <tool_response> </tool_response> <think> </think>",
+        "tokenizer": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "model_max_length": 131072},
+        "config": {"bos": "<|endoftext|>", "eos": "<|im_end|>"},
+        "generation": {"bos": "<|endoftext|>", "eos": ["<|im_end|>", "<|endoftext|>"], "pad": "<|endoftext|>"},
+        "sampling": {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    },
+    "gpt-oss": {
+        "template": "gptoss.jinja",
+        "special": "<|startoftext|> <|endoftext|> <|return|> <|constrain|> <|channel|> <|start|> <|end|> <|message|> "
+        "<|call|> <|endofprompt|>",
+        "plain": "",
+        "tokenizer": {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"},
+        "config": {"eos": "<|return|>", "pad": "<|endoftext|>"},
+        "generation": {
+            "bos": "<|startoftext|>",
+            "eos": ["<|return|>", "<|endoftext|>", "<|call|>"],
+            "pad": "<|endoftext|>",
+        },
+        "sampling": {"do_sample": True},
+    },
+}
+MXFP4_SECTION = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+REAL_GPT_OSS = {"20b": (24, 32), "120b": (36, 128)}  # layers, experts
+
+
+def stock_chat_template(family: str) -> str:
+    """Return the family's published chat template, as the installed TRL ships it.
+
+    TRL exchanges a template for its training variant only when the text is the same to the last byte. Raises
+    ExportError when TRL is not installed. Source: trl/chat_templates/.
+    """
+    spec = importlib.util.find_spec("trl")  # finds the folder without the seconds that importing TRL takes
+    if spec is None:
+        raise ExportError("The chat templates come from TRL, which is not installed: pip install -r requirements.txt")
+    path = Path(spec.submodule_search_locations[0]) / "chat_templates" / FAMILIES[family]["template"]
+    return path.read_text(encoding="utf-8")
+
+
+def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """Build the family's tokenizer: byte-level BPE (256 bytes, some 150 merges), real special tokens and template.
+
+    Every call gives the same tokenizer. Llama's puts <|begin_of_text|> in front when `add_special_tokens` is true and
+    has no pad token, as published.
+    """
+    facts = FAMILIES[family]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=456, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator([MERGES_TEXT], trainer)
+    special, plain = facts["special"].split(), facts["plain"].split()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
+    post = [processors.ByteLevel(trim_offsets=False)]
+    if family == "llama":
+        bos = facts["tokenizer"]["bos_token"]
+        post.append(
+            processors.TemplateProcessing(
+                single=f"{bos}:0 $A:0",
+                pair=f"{bos}:0 $A:0 {bos}:1 $B:1",
+                special_tokens=[(bos, backend.token_to_id(bos))],
+            )
+        )
+    backend.post_processor = processors.Sequence(post)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        chat_template=stock_chat_template(family),
+        **facts["tokenizer"],
+    )
+
+
+def token_ids(tokenizer: PreTrainedTokenizerFast, names: dict) -> dict:
+    """Turn {"eos": ["<|a|>", ...], "pad": "<|b|>"} into {"eos_token_id": [1, ...], "pad_token_id": 2}."""
+    return {f"{role}_token_id": tokenizer.convert_tokens_to_ids(tokens) for role, tokens in names.items()}
+
+
+def build_config(family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 2, hidden: int = 64):
+    """Return the family's config, tiny: `layers` decoder layers, width `hidden` (a multiple of 32, for MXFP4 blocks).
+
+    The embedding is rounded up to a multiple of 64 rows, so, as with the published models, it is larger than the
+    tokenizer. Raises ExportError for a `hidden` that is not a positive multiple of 32.
+    """
+    if hidden <= 0 or hidden % 32:
+        raise ExportError(f"--hidden {hidden} is not a positive multiple of 32 (an MXFP4 block is 32 values). Give 64.")
+    common = {
+        "vocab_size": math.ceil(len(tokenizer) / 64) * 64,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        **token_ids(tokenizer, FAMILIES[family]["config"]),
+    }
+    if family == "llama":
+        rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        specific = {"intermediate_size": 2 * hidden, "tie_word_embeddings": True, "max_position_embeddings": 131072}
+        specific |= {"rms_norm_eps": 1e-5, "head_dim": hidden // 4, "rope_parameters": rope}
+    elif family == "qwen3":
+        specific = {"intermediate_size": 2 * hidden, "tie_word_embeddings": False, "max_position_embeddings": 40960}
+        specific |= {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
+    else:
+        specific = {"intermediate_size": hidden, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+        specific |= {"sliding_window": 8, "router_aux_loss_coef": 0.9}
+    return AutoConfig.for_model(family.replace("-", "_"), **common, **specific)
+
+
+def build_real_config(size: str, tokenizer: PreTrainedTokenizerFast, layers: int | None = None):
+    """Return the config of gpt-oss `size` ("20b" or "120b") in its published dimensions, with `layers` layers if given.
+
+    Source: config.json of openai/gpt-oss-20b and -120b; what is not named here is GptOssConfig's default. Token ids
+    are those of the tiny tokenizer.
+    """
+    published_layers, experts = REAL_GPT_OSS[size]
+    return AutoConfig.for_model(
+        "gpt_oss",
+        num_hidden_layers=layers or published_layers,
+        num_local_experts=experts,
+        num_experts_per_tok=4,
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        sliding_window=128,
+        router_aux_loss_coef=0.9,
+        **token_ids(tokenizer, FAMILIES["gpt-oss"]["config"]),
+    )
+
+
+def random_mxfp4_weights(folder: Path, config, seed: int = 0, **options) -> int:
+    """Write random gpt-oss weights of `config` into `folder` in the published MXFP4 layout; returns the shard count.
+
+    An expert weight that the module holds as (experts, in, out) becomes `..._blocks` uint8 (experts, out, in / 32, 16)
+    and `..._scales` uint8 (experts, out, in / 32); everything else is bf16. Expert weights have a standard deviation
+    of 0.018. One shard is in memory at a time (`options` go to export.write_shards), and each tensor depends on `seed`
+    and its place alone.
+    """
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    layout = {}
+    for name, shape in shapes.items():
+        if name.endswith((".gate_up_proj", ".down_proj")):
+            experts, inner, outer = shape
+            layout[name + "_blocks"] = (experts, outer, inner // 32, 16)
+            layout[name + "_scales"] = (experts, outer, inner // 32)
+        else:
+            layout[name] = tuple(shape)
+    places = {name: place for place, name in enumerate(layout)}
+
+    def make(name: str) -> torch.Tensor:
+        shape, generator = layout[name], torch.Generator().manual_seed(seed * 100_003 + places[name])
+        if name.endswith("_blocks"):
+            draw = torch.empty(math.prod(shape) // 8, dtype=torch.int64)  # eight bytes a draw
+            return draw.random_(-(2**63), 2**63 - 1, generator=generator).view(torch.uint8).view(shape)
+        if name.endswith("_scales"):  # FP4 codes have a root mean square of 2.9: times 2**-8 or 2**-7
+            return torch.randint(119, 121, shape, dtype=torch.uint8, generator=generator)
+        tensor = torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+        return tensor.add_(1) if name.endswith("norm.weight") else tensor
+
+    sizes = {
+        name: math.prod(shape) * (1 if name.endswith(("_blocks", "_scales")) else 2) for name, shape in layout.items()
+    }
+    return write_shards(folder, sizes, make, **options)
+
+
+def write_tiny_model(
+    family: str,
+    dest: str | Path,
+    mxfp4: bool = False,
+    dtype: str | None = None,
+    layers: int | None = None,
+    seed: int = 0,
+    hidden: int | None = None,
+    size: str = "tiny",
+    **options,
+) -> Path:
+    """Write the folder described at the top of this file and return its path. Same arguments, same bytes.
+
+    family: "gpt-oss", "llama" or "qwen3". dtype: "float32" (default) or "bfloat16" (always with mxfp4). layers:
+    default 2, or the published number with `size`. hidden: default 64. `options` go to export.write_shards. Raises
+    ExportError for arguments that do not go together and for a DEST that is not empty.
+    """
+    dest = Path(dest).expanduser()
+    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+        raise ExportError(f"{dest} already exists and is not empty. Choose another DEST, or delete it first.")
+    if mxfp4 and family != "gpt-oss":
+        raise ExportError(f"--mxfp4 was given for {family}, but only gpt-oss is published in MXFP4. Leave it out.")
+    if size != "tiny" and not mxfp4:
+        raise ExportError(f"--size {size} is written in the published layout only: give gpt-oss and --mxfp4 with it.")
+    if mxfp4 and dtype == "float32":
+        raise ExportError(
+            "--dtype float32 was given with --mxfp4, whose other weights are bfloat16. Leave --dtype out."
+        )
+    if layers is not None and layers < 1:
+        raise ExportError(f"--layers {layers} leaves no layer. Give 1 or more.")
+    if size != "tiny" and hidden is not None:
+        raise ExportError(f"--hidden {hidden} was given with --size {size}, which has its own. Leave one of them out.")
+    tokenizer = build_tokenizer(family)
+    if size == "tiny":
+        config = build_config(family, tokenizer, 2 if layers is None else layers, 64 if hidden is None else hidden)
+    else:
+        config = build_real_config(size, tokenizer, layers)
+    generation = GenerationConfig(
+        **token_ids(tokenizer, FAMILIES[family]["generation"]), **FAMILIES[family]["sampling"]
+    )
+    dest.mkdir(parents=True, exist_ok=True)
+    if mxfp4:
+        random_mxfp4_weights(dest, config, seed, **options)
+        config.architectures, config.dtype = ["GptOssForCausalLM"], "bfloat16"
+        config.quantization_config = MXFP4_SECTION
+        config.save_pretrained(dest)
+    else:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype or "float32"))
+        model.generation_config = generation
+        model.save_pretrained(dest)
+    generation.save_pretrained(dest)
+    tokenizer.save_pretrained(dest)
+    return dest
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read the command line and write the folder; ends with one paragraph and exit code 1 when it cannot be done."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("family", choices=sorted(FAMILIES))
+    parser.add_argument("dest", metavar="DEST", help="the folder to write; must not exist or be empty")
+    parser.add_argument("--mxfp4", action="store_true", help="gpt-oss: expert weights in the published MXFP4 layout")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default float32")
+    parser.add_argument("--layers", type=int, help="default 2, or the published number with --size")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hidden", type=int, help="hidden size, a multiple of 32; default 64")
+    parser.add_argument("--size", choices=["tiny", *REAL_GPT_OSS], default="tiny", help="gpt-oss: real dimensions")
+    args = parser.parse_args(argv)
+    try:
+        print(write_tiny_model(**vars(args)))
+    except (ExportError, OSError) as error:
+        sys.exit(f"tiny_model.py: {error}")
+
+
+if __name__ == "__main__":
+    main()
