@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ sys.path.insert(0, str(RECIPE))
 
 from field_scores import best_matching, count_document, field_names, key_errors, read_reply, score_replies  # noqa: E402
 from field_values import amount_readings, date_readings, same_value  # noqa: E402
+
 from invoice import canonical, load_schema, target_text  # noqa: E402
 
 INVOICE = load_schema(RECIPE / "schema.json")
@@ -61,6 +63,7 @@ NUMBER, DAY, TEXT = {"type": "number"}, {"type": "string", "format": "date"}, {"
         ("\u22129.00", ("-9.00", None)),
         ("--9.00", (None, None)),
         ("9.00 CR", (None, None)),  # credit or not: not read
+        ("INV-0042", (None, None)),
         ("1,234,56", (None, None)),
         ("12 34", (None, None)),
         ("9.00 6%", (None, None)),
@@ -70,8 +73,9 @@ NUMBER, DAY, TEXT = {"type": "number"}, {"type": "string", "format": "date"}, {"
     ],
 )
 def test_amount_forms(text, values):
-    found = amount_readings(text)
-    assert tuple(found.get(name) for name in ("point", "comma")) == tuple(v and pytest.approx(float(v)) for v in values)
+    assert amount_readings(text) == {
+        name: Decimal(value) for name, value in zip(("point", "comma"), values, strict=True) if value is not None
+    }
 
 
 @pytest.mark.parametrize(
@@ -483,7 +487,7 @@ def test_prompt_that_does_not_fit_is_refused_by_name(single_answers):
     import score
 
     model, tokenizer, prompts, _, _ = single_answers
-    with pytest.raises(ValueError, match="document first: .* positions"):
+    with pytest.raises(ValueError, match=r"document first: .* positions"):
         score.generate(model, tokenizer, prompts[:1], max_new_tokens=10**6, names=["first"], progress=False)
 
 
@@ -560,3 +564,11 @@ def test_bad_flags_are_refused(arguments, reason, capsys):
     with pytest.raises(SystemExit) as caught:
         score.parse_arguments(["model", "data.jsonl", *arguments])
     assert caught.value.code == 2 and reason in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    import score
+    import torch
+
+    with pytest.raises(ValueError, match=r"nothere: it is not a folder here, and from the Hub cannot be loaded"):
+        score.load_model(str(tmp_path / "nothere"), torch.float32, "cpu")

@@ -16,6 +16,7 @@ COMMITTED_WITH_FAKER = "40.63.0"
 sys.path.insert(0, str(RECIPE))
 
 from field_values import amount_readings, date_readings, same_reading  # noqa: E402
+
 from invoice import check_target, load_schema, prompt_messages, read_jsonl, target_text  # noqa: E402
 
 

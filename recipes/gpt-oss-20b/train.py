@@ -15,14 +15,33 @@ Loss on what the assistant writes, its reasoning included. Defaults stand in con
     ... recipes/gpt-oss-20b/train.py --config expert_lora
 """
 
+import json
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer, Mxfp4Config
-from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
+import torch
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 import guard
 import inputs
 import keeper
+
+
+def load_with_4bit_experts(name: str, training_args: SFTConfig, quantization_config) -> torch.nn.Module:
+    """The model with its experts packed to 4-bit NF4 on the training device, layer by layer, the rest as it is.
+
+    bitsandbytes' own loading packs Linear layers only, and 19 of 20 weights of gpt-oss are fused expert parameters.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        name, quantization_config=quantization_config, device_map="cpu", **training_args.model_init_kwargs
+    )
+    for module in model.modules():
+        if type(module).__name__ == "GptOssExperts":
+            module.to(training_args.device)
+            replace_parameter_4bit(module, "gate_up_proj", quant_type="nf4")
+            replace_parameter_4bit(module, "down_proj", quant_type="nf4")
+    return model
 
 
 def main():
@@ -35,22 +54,26 @@ def main():
     stock_template = tokenizer.chat_template
     train_rows, eval_rows = inputs.load_rows(script_args, training_args, recipe_args, tokenizer)
 
-    # The published weights are MXFP4, which cannot be trained: they are turned into bf16, on purpose, while loading.
     config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
-    stored = getattr(config, "quantization_config", None) or {}
-    is_mxfp4 = stored.get("quant_method") == "mxfp4"
+    is_mxfp4 = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation,
     }
+    # The published weights are MXFP4, which cannot be trained: they are turned into bf16, on purpose, while loading.
+    quantization_config = Mxfp4Config(dequantize=True) if is_mxfp4 else None
+    model = model_args.model_name_or_path
+    if model_args.load_in_4bit:
+        model, training_args.model_init_kwargs = load_with_4bit_experts(model, training_args, quantization_config), None
+        quantization_config = None
     trainer = SFTTrainer(
-        model=model_args.model_name_or_path,
+        model=model,
         args=training_args,
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,
-        quantization_config=Mxfp4Config(dequantize=True) if is_mxfp4 else get_quantization_config(model_args),
+        quantization_config=quantization_config,
         peft_config=get_peft_config(model_args),
     )
     keeper.watch(trainer)
@@ -58,6 +81,10 @@ def main():
 
     if trainer.is_fsdp_enabled:  # checkpoints are sharded; the result is one whole adapter
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    origin = Path(model_args.model_name_or_path, "cookbook.json")  # written by scripts/export.py --bf16
+    if origin.is_file() and model_args.use_peft:  # the adapter names the published model, not a folder of this machine
+        published = json.loads(origin.read_text())["base_model_name_or_path"]
+        trainer.model.peft_config["default"].base_model_name_or_path = published
     tokenizer.chat_template = stock_template  # without the tags and the pinned date that only training needs
     final = str(Path(training_args.output_dir, "final"))
     trainer.save_model(final)

@@ -17,12 +17,13 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoConfig, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from guard import RUN, agree, environment, exchange, hardware, is_main, memory_problem, record, say, strategy_problem
 
@@ -220,32 +221,50 @@ class Keeper(TrainerCallback):
 
 
 def watch(trainer) -> None:
-    """Stage 2, with the trainer built: the data it will see, what is adapted, and the Keeper that watches the steps."""
-    problem, names = None, [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    """Stage 2, with the trainer built: what it will see, what is adapted, and the Keeper that follows the steps."""
+    names = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     config = getattr(trainer.model, "peft_config", {}).get("default")
-    for target in (config and config.target_parameters) or []:
-        if not any(target.rpartition(".")[0] in name for name in names):
-            problem = f"lora_target_parameters: {target} matches no parameter, so it would be left out without a word. Trained: {names[:4]} ..."
-    agree("adapted", problem)
-    record(data=trainer.train_dataset._fingerprint)
+    missed = [
+        target
+        for target in (config and config.target_parameters) or []
+        if not any(f"{target.rpartition('.')[0]}." in name for name in names)
+    ]
+    problem = f"lora_target_parameters: {', '.join(missed)} is no parameter of this model and would be left out."
+    agree("adapted", problem if missed else None)
+
+    rows, data = trainer.train_dataset, trainer.train_dataset._fingerprint
+    before = RUN["record"].get("data") if is_main() else None
+    changed = trainer.args.resume_from_checkpoint and before and before != data
+    problem = f"the training data is not what {trainer.args.resume_from_checkpoint} was trained on. Give the old data, or another --output_dir."
+    agree("data", problem if changed else None)
+    tokens, labelled = 0, 0
+    for batch in rows.select_columns(["labels"]).with_format("arrow").iter(1000):
+        values = batch["labels"].combine_chunks().flatten()
+        tokens, labelled = tokens + len(values), labelled + len(values) - pc.sum(pc.equal(values, -100)).as_py()
+    say(f"training on {len(rows)} rows: {tokens} tokens, {labelled} of them labelled ({labelled / tokens:.1%})")
+    record(data=data, tokens=tokens, labelled_tokens=labelled, trained_parameters=len(names))
     trainer.add_callback(Keeper(trainer))
 
 
 def close_run(trainer, final: str) -> None:
-    """Proof that the weights are on disk, whole and readable; then the run is done. Raises where they are not."""
+    """Proof that the weights are on disk, whole and readable; only then is the run done."""
     PartialState().wait_for_everyone()
-    problem = None
+    problem = untie = None
+    wanted = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters() if p.requires_grad)
     if is_main():
-        elements = 0
+        tensors = {}
         for file in Path(final).glob("*.safetensors"):
-            with safe_open(file, "pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    size = math.prod(tensors.get_slice(name).get_shape())
-                    problem = problem or (f"{file}: the tensor {name} is empty." if size == 0 else None)
-                    elements += size
-        wanted = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters() if p.requires_grad)
-        if elements < wanted:
-            problem = f"{final} holds {elements} weights, {wanted} were trained. The last checkpoint in {RUN['folder']} is whole; export that."
-        record(**({} if problem else {"outcome": "done", "final": str(final), "step": trainer.state.global_step}))
+            with safe_open(file, "pt") as content:
+                tensors |= {name: math.prod(content.get_slice(name).get_shape()) for name in content.keys()}  # noqa: SIM118
+        empty = [name for name, size in tensors.items() if size == 0]
+        untie = trainer.model.config.tie_word_embeddings and "lm_head.weight" in tensors
+        if empty or sum(tensors.values()) < wanted:
+            problem = f"{final} holds {sum(tensors.values())} weights in {len(tensors)} tensors ({len(empty)} empty); {wanted} were trained. The newest checkpoint-N is whole: take the weights from there."
     agree("saved", problem)
+    if untie:  # FSDP and ZeRO gather the shared head as a second tensor; loading and saving makes it one again
+        AutoModelForCausalLM.from_pretrained(final, dtype="auto").save_pretrained(final)
+    if is_main():
+        for file in Path(final).iterdir():  # safetensors writes 0600: colleagues could not read it
+            file.chmod(file.stat().st_mode | (Path(final).stat().st_mode & 0o444))
+    record(outcome="done", final=str(final), step=trainer.state.global_step)
     say(f"done: {final}")

@@ -23,7 +23,10 @@ from typing import Any
 
 from invoice import kind
 
-_CURRENCY = r"(?:[A-Z]{0,3}[$€£¥₹₩₽₺₫฿₱₪]|(?!CR|DR)[A-Z]{3}|RM|R[sS]\.?|kr\.?|zł|Kč|Ft)"
+# Currencies by name and not "three capitals": INV-0042 is no amount, and 9.00 CR may be a credit.
+_CODES = "USD|EUR|GBP|CHF|JPY|CNY|INR|MYR|SGD|IDR|THB|PHP|VND|KRW|HKD|TWD|AUD|NZD|CAD|MXN|BRL|ZAR|AED|TRY|SEK|NOK|DKK"
+_CODES += "|PLN|CZK|HUF|RON|BGN|RM|R[sS]\\.?|kr\\.?|zł|Kč|Ft"
+_CURRENCY = rf"(?:[A-Z]{{0,3}}[$€£¥₹₩₽₺₫฿₱₪]|{_CODES})"
 _AMOUNT = re.compile(rf"(?P<a>[-−+]?)\s*{_CURRENCY}?\s*(?P<b>[-−+]?)\s*(?P<body>[\d.,'’ ]+?)\s*{_CURRENCY}?(?P<c>-?)")
 _MONTH_NAMES = ("january", "february", "march", "april", "may", "june")
 _MONTH_NAMES += ("july", "august", "september", "october", "november", "december")

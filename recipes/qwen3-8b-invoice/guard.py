@@ -199,8 +199,9 @@ def state_bytes(config, model_args, optim: str, strategy: str, world: int) -> fl
     with torch.device("meta"):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)  # from_config would shard it under ZeRO-3
         linear = sum(
-            m.weight.numel() for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "head" not in n
+            m.weight.numel() for n, m in model.named_modules() if type(m) is torch.nn.Linear and "head" not in n
         )
+        experts = sum(p.numel() for n, p in model.named_parameters() if "experts" in n and p.ndim == 3)
         total = trained = RUN["parameters"] = sum(p.numel() for p in model.parameters())
         if model_args.use_peft:
             model = get_peft_model(model, get_peft_config(model_args))
@@ -208,7 +209,9 @@ def state_bytes(config, model_args, optim: str, strategy: str, world: int) -> fl
     element = 4 if model_args.dtype == "float32" else 2
     frozen = 0 if trained == total else total * element
     if frozen and (model_args.load_in_4bit or model_args.load_in_8bit):
-        frozen -= linear * (element - (0.5 if model_args.load_in_4bit else 1))  # bitsandbytes packs Linear layers only
+        frozen -= (experts or linear) * (
+            element - (0.5625 if model_args.load_in_4bit else 1)
+        )  # NF4: a scale every 64 weights
     moments = 2 if "8bit" in optim else 8
     # Sharded over: the weights, the gradients, the optimizer with its fp32 masters.
     over = {"fsdp": (1, 1, 1), "zero1": (0, 0, 1), "zero2": (0, 1, 1), "zero3": (1, 1, 1), "zero3_offload": (1, 1, 1)}
@@ -281,7 +284,7 @@ def strategy_problem(trainer) -> str | None:
     elif any(isinstance(p, DTensor) for p in parameters):
         runs = "fsdp"
     else:
-        runs = "ddp" if isinstance(trainer.model_wrapped, DistributedDataParallel) else "single"
+        runs = "ddp" if world > 1 and isinstance(trainer.model_wrapped, DistributedDataParallel) else "single"
     if runs != strategy:
         return (
             f"the launch file asks for {strategy} over {world} process(es), but what runs is {runs} "

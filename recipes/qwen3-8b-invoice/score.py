@@ -55,7 +55,8 @@ def load_model(model_id: str, dtype: torch.dtype, device: torch.device | str) ->
             model = transformers.AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype)
     except (OSError, ValueError) as error:
         what = f"its base model {base_id}" if base_id != model_id else "it"
-        raise ValueError(f"MODEL {model_id}: {what} cannot be loaded: {_one_line(error)}") from error
+        where = "" if Path(base_id).is_dir() else " is not a folder here, and from the Hub"
+        raise ValueError(f"MODEL {model_id}: {what}{where} cannot be loaded: {_one_line(error)}") from error
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model_id)
     except (OSError, ValueError):
@@ -175,12 +176,16 @@ def print_report(report: dict) -> None:
         )
     columns = ("gold", "predicted", "exact", "normalised", "missed", "invented", "wrong", "f1", "f1_exact")
     rows = [(name, *(_cell(field[column]) for column in columns)) for name, field in report["fields"].items()]
-    header = ("field", *columns)
+    # Short words, so that the table fits 80 columns.
+    header = ("field", "gold", "pred", "exact", "norm", "missed", "invented", "wrong", "F1", "F1 exact")
     if sys.stdout.isatty():
+        from rich import box
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(*header)
+        table = Table(*header, box=box.SIMPLE, padding=(0, 1, 0, 0))
+        for column in table.columns:
+            column.no_wrap = True
         for row in rows:
             table.add_row(*row)
         Console().print(table)
@@ -260,7 +265,8 @@ def run(arguments: argparse.Namespace) -> dict | None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
     # Ranks meet once, at the end, so the default of 10 minutes on a GPU would be a limit on the slowest one.
-    state = PartialState(timeout=timedelta(hours=12))
+    # Without a GPU, only cpu=True makes a process group; else each process would score everything by itself.
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(hours=12))
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(arguments.dtype)
     dtype = dtype or (torch.bfloat16 if state.device.type == "cuda" else torch.float32)
     started = time.monotonic()
