@@ -5,6 +5,7 @@
     python scripts/tiny_model.py gpt-oss models/tiny-gpt-oss
     python scripts/tiny_model.py gpt-oss models/tiny-gpt-oss-mxfp4 --mxfp4
     python scripts/tiny_model.py gpt-oss models/random-gpt-oss-20b --mxfp4 --size 20b
+    python scripts/tiny_model.py qwen3 models/random-qwen3-8b --size 8b --dtype bfloat16
 
 The folder loads with `AutoModelForCausalLM` and `AutoTokenizer`. What a recipe or a test can stumble over is as
 published (Llama-3.2-1B-Instruct, Qwen3-8B, gpt-oss-20b): special tokens, stop and pad tokens, chat template, bos, tied
@@ -12,8 +13,9 @@ or untied head, attention layout, router loss weight, MXFP4 layout. Ids, sizes a
 random, and the vocabulary is 256 bytes, some 150 merges and the special tokens. Unlike Qwen3's own tokenizer, which
 puts text into NFC, all three give back any text unchanged.
 
-`--size 20b` and `--size 120b` write random MXFP4 weights in the real dimensions (14 and 65 GB), shard by shard, to
-measure loading, exporting and training without a download. Their text is still read by the tiny tokenizer.
+`--size` writes random weights in the real dimensions, to measure loading, exporting and training without a download:
+gpt-oss 20b and 120b as MXFP4, shard by shard (14 and 65 GB), llama 1b and qwen3 8b whole. Their text is still read by
+the tiny tokenizer.
 """
 
 import argparse
@@ -83,7 +85,50 @@ MXFP4_SECTION = {
         "lm_head",
     ],
 }
-REAL_GPT_OSS = {"20b": (24, 32), "120b": (36, 128)}  # layers, experts
+# Published dimensions, by family and size. Sources: config.json of the models named in `build_real_config`.
+LLAMA_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+LLAMA_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+QWEN_ROPE = {"rope_type": "default", "rope_theta": 1000000.0}
+_GPT_OSS = {
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "router_aux_loss_coef": 0.9,
+}
+REAL = {
+    ("gpt-oss", "20b"): {"num_hidden_layers": 24, "num_local_experts": 32, **_GPT_OSS},
+    ("gpt-oss", "120b"): {"num_hidden_layers": 36, "num_local_experts": 128, **_GPT_OSS},
+    ("llama", "1b"): {
+        "num_hidden_layers": 16,
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": LLAMA_ROPE,
+    },
+    ("qwen3", "8b"): {
+        "num_hidden_layers": 36,
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 40960,
+        "rope_parameters": QWEN_ROPE,
+    },
+}
 
 
 def stock_chat_template(family: str) -> str:
@@ -158,41 +203,27 @@ def build_config(family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 
         **token_ids(tokenizer, FAMILIES[family]["config"]),
     }
     if family == "llama":
-        rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
-        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         specific = {"intermediate_size": 2 * hidden, "tie_word_embeddings": True, "max_position_embeddings": 131072}
-        specific |= {"rms_norm_eps": 1e-5, "head_dim": hidden // 4, "rope_parameters": rope}
+        specific |= {"rms_norm_eps": 1e-5, "head_dim": hidden // 4, "rope_parameters": LLAMA_ROPE}
     elif family == "qwen3":
         specific = {"intermediate_size": 2 * hidden, "tie_word_embeddings": False, "max_position_embeddings": 40960}
-        specific |= {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
+        specific |= {"head_dim": 16, "rope_parameters": QWEN_ROPE}
     else:
         specific = {"intermediate_size": hidden, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
         specific |= {"sliding_window": 8, "router_aux_loss_coef": 0.9}
     return AutoConfig.for_model(family.replace("-", "_"), **common, **specific)
 
 
-def build_real_config(size: str, tokenizer: PreTrainedTokenizerFast, layers: int | None = None):
-    """Return the config of gpt-oss `size` ("20b" or "120b") in its published dimensions, with `layers` layers if given.
+def build_real_config(family: str, size: str, tokenizer: PreTrainedTokenizerFast, layers: int | None = None):
+    """Return the config of a published model in its real dimensions, with `layers` layers if given.
 
-    Source: config.json of openai/gpt-oss-20b and -120b; what is not named here is GptOssConfig's default. Token ids
-    are those of the tiny tokenizer.
+    Source: config.json of openai/gpt-oss-20b and -120b, meta-llama/Llama-3.2-1B-Instruct and Qwen/Qwen3-8B; what is not
+    named here is the family's default. Token ids are those of the tiny tokenizer.
     """
-    published_layers, experts = REAL_GPT_OSS[size]
-    return AutoConfig.for_model(
-        "gpt_oss",
-        num_hidden_layers=layers or published_layers,
-        num_local_experts=experts,
-        num_experts_per_tok=4,
-        vocab_size=201088,
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=64,
-        sliding_window=128,
-        router_aux_loss_coef=0.9,
-        **token_ids(tokenizer, FAMILIES["gpt-oss"]["config"]),
-    )
+    dimensions = dict(REAL[family, size], **token_ids(tokenizer, FAMILIES[family]["config"]))
+    if layers:
+        dimensions["num_hidden_layers"] = layers
+    return AutoConfig.for_model(family.replace("-", "_"), **dimensions)
 
 
 def random_mxfp4_weights(folder: Path, config, seed: int = 0, **options) -> int:
@@ -253,8 +284,11 @@ def write_tiny_model(
         raise ExportError(f"{dest} already exists and is not empty. Choose another DEST, or delete it first.")
     if mxfp4 and family != "gpt-oss":
         raise ExportError(f"--mxfp4 was given for {family}, but only gpt-oss is published in MXFP4. Leave it out.")
-    if size != "tiny" and not mxfp4:
-        raise ExportError(f"--size {size} is written in the published layout only: give gpt-oss and --mxfp4 with it.")
+    if size != "tiny" and (family, size) not in REAL:
+        sizes = ", ".join(known for name, known in REAL if name == family)
+        raise ExportError(f"--size {size} is no published size of {family}. There is: {sizes}.")
+    if size != "tiny" and family == "gpt-oss" and not mxfp4:
+        raise ExportError(f"--size {size} of gpt-oss is written in the published layout only: give --mxfp4 with it.")
     if mxfp4 and dtype == "float32":
         raise ExportError(
             "--dtype float32 was given with --mxfp4, whose other weights are bfloat16. Leave --dtype out."
@@ -267,7 +301,7 @@ def write_tiny_model(
     if size == "tiny":
         config = build_config(family, tokenizer, 2 if layers is None else layers, 64 if hidden is None else hidden)
     else:
-        config = build_real_config(size, tokenizer, layers)
+        config = build_real_config(family, size, tokenizer, layers)
     generation = GenerationConfig(
         **token_ids(tokenizer, FAMILIES[family]["generation"]), **FAMILIES[family]["sampling"]
     )
@@ -279,7 +313,8 @@ def write_tiny_model(
         config.save_pretrained(dest)
     else:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype or "float32"))
+        with torch.device("cuda" if size != "tiny" and torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype or "float32"))
         model.generation_config = generation
         model.save_pretrained(dest)
     generation.save_pretrained(dest)
@@ -299,7 +334,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, help="default 2, or the published number with --size")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden", type=int, help="hidden size, a multiple of 32; default 64")
-    parser.add_argument("--size", choices=["tiny", *REAL_GPT_OSS], default="tiny", help="gpt-oss: real dimensions")
+    parser.add_argument("--size", choices=["tiny", *(size for _, size in REAL)], default="tiny", help="real dimensions")
     args = parser.parse_args(argv)
     try:
         print(write_tiny_model(**vars(args)))

@@ -177,11 +177,21 @@ def test_mxfp4_layout_loads_dequantized(folders):
 def test_real_size_has_the_published_number_of_bytes(folders, tokenizers, monkeypatch, tmp_path):
     planned = {}
     monkeypatch.setattr(tiny_model, "write_shards", lambda folder, sizes, make: planned.update(sizes))
-    tiny_model.random_mxfp4_weights(tmp_path, tiny_model.build_real_config("20b", tokenizers["gpt-oss"]))
+    tiny_model.random_mxfp4_weights(tmp_path, tiny_model.build_real_config("gpt-oss", "20b", tokenizers["gpt-oss"]))
     # metadata.total_size in model.safetensors.index.json of openai/gpt-oss-20b
     assert sum(planned.values()) == 13_761_264_768
     tiny = {name.replace(".1.", ".23.") for name in stored_names(folders["mxfp4"])}
     assert tiny <= set(planned)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "parameters"),  # as published on the model cards' safetensors line
+    [("llama", "1b", 1_235_814_400), ("qwen3", "8b", 8_190_735_360)],
+)
+def test_real_size_has_the_published_number_of_parameters(family, size, parameters, tokenizers):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_model.build_real_config(family, size, tokenizers[family]))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
 def test_same_arguments_same_bytes(folders, tmp_path):
@@ -200,6 +210,7 @@ def test_same_arguments_same_bytes(folders, tmp_path):
     [
         (["llama", "DEST", "--mxfp4"], "--mxfp4"),
         (["gpt-oss", "DEST", "--size", "20b"], "--size 20b"),
+        (["llama", "DEST", "--size", "8b"], "--size 8b"),
         (["gpt-oss", "DEST", "--mxfp4", "--dtype", "float32"], "--dtype"),
         (["gpt-oss", "DEST", "--hidden", "40"], "--hidden 40"),
         (["gpt-oss", "DEST", "--mxfp4", "--size", "20b", "--layers", "0"], "--layers 0"),

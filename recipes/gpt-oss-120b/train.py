@@ -16,11 +16,12 @@ Loss on what the assistant writes, its reasoning included. Defaults stand in con
 """
 
 import json
+import os
 from pathlib import Path
 
 import torch
-from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 import guard
@@ -28,19 +29,30 @@ import inputs
 import keeper
 
 
-def load_with_4bit_experts(name: str, training_args: SFTConfig, quantization_config) -> torch.nn.Module:
-    """The model with its experts packed to 4-bit NF4 on the training device, layer by layer, the rest as it is.
+def load_model(model_args: ModelConfig, training_args: SFTConfig, quantization_config) -> torch.nn.Module:
+    """The model on this process's device: MXFP4 is dequantized there, in seconds; on a CPU thread it takes minutes.
 
-    bitsandbytes' own loading packs Linear layers only, and 19 of 20 weights of gpt-oss are fused expert parameters.
+    With load_in_4bit the experts, 19 of 20 weights, are packed to NF4, layer by layer; bitsandbytes' own loading packs
+    Linear layers only, and gpt-oss keeps its experts in fused parameters.
     """
+    device = "cpu" if model_args.load_in_4bit else training_args.device
+    threads = torch.get_num_threads()  # the launcher allows one; loading can use what lies idle
+    torch.set_num_threads(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     model = AutoModelForCausalLM.from_pretrained(
-        name, quantization_config=quantization_config, device_map="cpu", **training_args.model_init_kwargs
+        model_args.model_name_or_path,
+        quantization_config=quantization_config,
+        device_map={"": device},
+        **training_args.model_init_kwargs,
     )
-    for module in model.modules():
-        if type(module).__name__ == "GptOssExperts":
-            module.to(training_args.device)
-            replace_parameter_4bit(module, "gate_up_proj", quant_type="nf4")
-            replace_parameter_4bit(module, "down_proj", quant_type="nf4")
+    torch.set_num_threads(threads)
+    if model_args.load_in_4bit:
+        from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+        for module in model.modules():
+            if type(module).__name__ == "GptOssExperts":
+                module.to(training_args.device)
+                replace_parameter_4bit(module, "gate_up_proj", quant_type="nf4")
+                replace_parameter_4bit(module, "down_proj", quant_type="nf4")
     return model
 
 
@@ -64,9 +76,9 @@ def main():
     # The published weights are MXFP4, which cannot be trained: they are turned into bf16, on purpose, while loading.
     quantization_config = Mxfp4Config(dequantize=True) if is_mxfp4 else None
     model = model_args.model_name_or_path
-    if model_args.load_in_4bit:
-        model, training_args.model_init_kwargs = load_with_4bit_experts(model, training_args, quantization_config), None
-        quantization_config = None
+    if model_args.load_in_4bit or (is_mxfp4 and not (is_fsdp_enabled() or is_deepspeed_zero3_enabled())):
+        model, quantization_config = load_model(model_args, training_args, quantization_config), None
+        training_args.model_init_kwargs = None
     trainer = SFTTrainer(
         model=model,
         args=training_args,

@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
@@ -200,6 +201,8 @@ class Keeper(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **_):
         if is_main():
+            if args.device.type == "cuda":
+                logs["peak_memory_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
             with open(RUN["folder"] / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, "time": time.time(), **logs}) + "\n")
         for key in ("loss", "grad_norm", "eval_loss"):
@@ -242,7 +245,10 @@ def watch(trainer) -> None:
         values = batch["labels"].combine_chunks().flatten()
         tokens, labelled = tokens + len(values), labelled + len(values) - pc.sum(pc.equal(values, -100)).as_py()
     say(f"training on {len(rows)} rows: {tokens} tokens, {labelled} of them labelled ({labelled / tokens:.1%})")
-    record(data=data, tokens=tokens, labelled_tokens=labelled, trained_parameters=len(names))
+    private = exchange(
+        "private bytes", psutil.Process().memory_full_info().uss
+    )  # host memory that each rank holds alone
+    record(data=data, tokens=tokens, labelled_tokens=labelled, host_private_bytes=private)
     trainer.add_callback(Keeper(trainer))
 
 

@@ -1,0 +1,36 @@
+"""Runs a recipe's train.py as it is, one process, and keeps what a reloaded model can be compared with; for smoke.py.
+
+    accelerate launch --config_file accelerate_configs/single.yaml scripts/record_run.py train.py ... --output_dir RUN
+
+RUN/record.pt holds the batches of evaluation (input_ids, attention_mask, labels) and, after the last step, the logits
+of the first batch.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+from transformers import Trainer
+
+_train = Trainer.train
+
+
+def _train_and_record(self, *args, **kwargs):
+    result = _train(self, *args, **kwargs)
+    names = ("input_ids", "attention_mask", "labels")
+    batches = [{name: batch[name].cpu() for name in names} for batch in self.get_eval_dataloader()]
+    self.model.eval()
+    with torch.no_grad():
+        first = {name: batches[0][name] for name in names[:2]}
+        logits = self.model(**first).logits.float()
+    torch.save({"batches": batches, "logits": logits}, Path(self.args.output_dir, "record.pt"))
+    return result
+
+
+if __name__ == "__main__":
+    Trainer.train = _train_and_record
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
