@@ -87,14 +87,16 @@ def start(
     log: Path,
     processes: int = 2,
     launcher: tuple[str, ...] = (),
-    wrapper: Path | None = None,
+    wrapper: Path | bool | None = None,
     environment: dict[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> Running:
     """Start `folder`/train.py under accelerate_configs/`strategy`.yaml on the CPU.
 
     arguments: what follows train.py. log: file for everything that is printed. launcher: flags of `accelerate launch`
     in place of `--num_processes` and the port. wrapper: a program that runs train.py (fsdp_on_cpu.py for fsdp, unless
-    another is given). environment: variables on top of this process's. Raises LaunchError for an unknown strategy.
+    another is given). environment: variables on top of this process's. cwd: working directory, by default the folder
+    that holds accelerate_configs/. Raises LaunchError for an unknown strategy.
     """
     root = launch_root(folder)
     file = root / "accelerate_configs" / f"{strategy}.yaml"
@@ -105,7 +107,7 @@ def start(
         wrapper = SCRIPTS / "fsdp_on_cpu.py"
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file)]
     command += launcher or ("--num_processes", str(processes), "--main_process_port", "0")
-    command += [str(wrapper)] * (wrapper is not None) + [str(Path(folder).resolve() / "train.py"), "--use_cpu", "true"]
+    command += [str(wrapper)] * bool(wrapper) + [str(Path(folder).resolve() / "train.py"), "--use_cpu", "true"]
     command += map(str, arguments)
     # DeepSpeed compiles its CPU optimizer with the ninja that lies beside python.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -114,7 +116,7 @@ def start(
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as output:
         # The DeepSpeed file's path is relative to the working directory.
-        process = subprocess.Popen(command, cwd=root, env=variables, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=cwd or root, env=variables, stdout=output, stderr=subprocess.STDOUT)
     return Running(process, log)
 
 

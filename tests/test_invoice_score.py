@@ -546,7 +546,7 @@ def test_program_names_a_bad_row_and_exits_non_zero(tmp_path):
     columns = ["--schema_file", RECIPE / "schema_sample.json", "--text_column", "text", "--target_column", "entities"]
     result = program([sys.executable], tmp_path, data, *columns)
     assert result.returncode == 1
-    assert f"{data}, line 2: totl: this key is not in the schema" in result.stderr
+    assert f"{data}, row 2: totl: this key is not in the schema" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -2,11 +2,12 @@
 
 The same file, to the byte, lies in every recipe folder; `scripts/sync_guard.py FOLDER` brings a copy up to date.
 
-A run folder (`output_dir`) holds checkpoint-N/ with complete.json written last, final/, run.json, metrics.jsonl (a line of
-JSON for each logged step), eval_rows.json and .lock. Scripts read these and nothing else.
+A run folder (`output_dir`) holds checkpoint-N/ with complete.json written last, final/, run.json, metrics.jsonl (a line
+of JSON for each logged step), eval_rows.json and .lock. Scripts read these and nothing else.
 """
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from guard import RUN, agree, environment, exchange, hardware, is_main, memory_problem, record, say, strategy_problem
+from inputs import PATH_KEYS
 
 MARK = "complete.json"  # a checkpoint without it is not whole
 # Arguments that may differ between two starts of one run, because they do not decide its weights. What the batch
@@ -58,14 +60,18 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def identity(script_args, training_args, model_args, recipe_args) -> dict:
-    """The arguments that decide the weights, with secrets taken out of addresses."""
+    """What decides the weights: arguments, files by their content, batch and processes; no secrets of addresses."""
     every = {}
     for group in (script_args, training_args, model_args, recipe_args):
         every |= group.to_dict() if hasattr(group, "to_dict") else vars(group)
     every = {key: value for key, value in every.items() if not FREE.match(key)}
-    every["global_batch"] = training_args.train_batch_size * training_args.gradient_accumulation_steps
-    every["global_batch"] *= environment("WORLD_SIZE", 1)
+    for key in PATH_KEYS:
+        if every.get(key) and os.path.isfile(every[key]):
+            digest = hashlib.sha256(Path(every[key]).read_bytes()).hexdigest()[:12]
+            every[key] = f"{Path(every[key]).name}, sha256 {digest}"
     every["world_size"], every["strategy"] = environment("WORLD_SIZE", 1), RUN["strategy"]
+    every["global_batch"] = training_args.train_batch_size * training_args.gradient_accumulation_steps
+    every["global_batch"] *= every["world_size"]
     return json.loads(re.sub(r"://[^@/\"]+@", "://***@", json.dumps(every, default=str)))
 
 
@@ -75,18 +81,23 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
     Sets training_args.resume_from_checkpoint to the newest complete checkpoint, or to None. Ends the process with
     exit code 0 where the folder holds this very run, finished.
     """
-    state, world = PartialState(), environment("WORLD_SIZE", 1)
-    agree(
-        "world",
-        f"{world} processes were launched, but accelerate sees {state.num_processes}: each would train alone. On a machine "
-        "without a GPU add `--use_cpu true` after train.py; take `use_cpu` and `MULTI_CPU` out of the launch file."
-        if state.num_processes != world
-        else None,
-    )
-    name = model_args.model_name_or_path
+    state, world, name = PartialState(), environment("WORLD_SIZE", 1), model_args.model_name_or_path
+    problem = None
+    if state.num_processes != world:
+        problem = (
+            f"{world} processes were launched, but accelerate sees {state.num_processes}: each would train alone. On a "
+            "machine without a GPU add `--use_cpu true` after train.py, and take `use_cpu` out of the launch file."
+        )
+    agree("world", problem)
     if not os.path.isdir(name) and state.local_process_index == 0:  # one download a machine, the others wait
-        snapshot_download(name, revision=model_args.model_revision, ignore_patterns=["original/*", "metal/*"])
-    exchange("download", True, seconds=24 * 3600, store_only=True)
+        try:
+            snapshot_download(name, revision=model_args.model_revision, ignore_patterns=["original/*", "metal/*"])
+        except Exception as error:
+            problem = (
+                f"model_name_or_path: {name!r} is no folder here, and the Hub did not give it "
+                f"({type(error).__name__}). Check the spelling, the network and, for a gated model, its licence and HF_TOKEN."
+            )
+    agree("download", problem, patient=True)
     config = AutoConfig.from_pretrained(name, revision=model_args.model_revision)
     agree("memory", memory_problem(config, model_args, training_args))
 
@@ -113,7 +124,8 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
     ]
     found = checkpoints(folder)
     if different and (found or earlier.get("outcome") == "done"):
-        problem = f"output_dir {folder} holds another run: {'; '.join(different)}. Give the old values, or another --output_dir."
+        changes = "; ".join(different)
+        problem = f"output_dir {folder} holds another run: {changes}. Give the old values, or another --output_dir."
     elif found and not earlier:
         problem = f"output_dir {folder} holds checkpoints without a run.json. Choose another --output_dir."
     agree("identity", problem)
@@ -121,7 +133,7 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
         say(f"This run is finished: {earlier.get('final')}. Nothing is left to train.")
         state.destroy_process_group()
         sys.exit(0)
-    if training_args.resume_from_checkpoint == "auto":
+    if training_args.resume_from_checkpoint in (None, "auto"):  # the same command continues the run
         reasons = {path: is_complete(path) for path in found}
         for path, reason in reasons.items():
             if reason:
@@ -167,8 +179,9 @@ class Keeper(TrainerCallback):
         cpu = " on CPU (gloo), from the same launch file" if args.device.type == "cpu" else ""
         batch = args.train_batch_size * args.gradient_accumulation_steps * world
         say(
-            f"strategy {RUN['strategy']} over {world} process(es){cpu}; global batch {batch} = {args.train_batch_size} x "
-            f"{args.gradient_accumulation_steps} x {world}; {state.max_steps} steps, warm-up {args.get_warmup_steps(state.max_steps)}"
+            f"strategy {RUN['strategy']} over {world} process(es){cpu}; global batch {batch} = "
+            f"{args.train_batch_size} x {args.gradient_accumulation_steps} x {world}; {state.max_steps} steps, of which "
+            f"{args.get_warmup_steps(state.max_steps)} warm-up"
         )
 
     def on_step_end(self, args, state, control, **_):
@@ -207,17 +220,20 @@ class Keeper(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step, "time": time.time(), **logs}) + "\n")
         for key in ("loss", "grad_norm", "eval_loss"):
             if key in logs and not math.isfinite(logs[key]):
-                agree(
-                    "finite",
-                    f"{key} is {logs[key]} at step {state.global_step}. Nothing was saved after it; look at the data of the last {args.logging_steps:g} step(s), the learning rate and the precision.",
+                problem = (
+                    f"{key} is {logs[key]} at step {state.global_step}. Look at the rows of the last "
+                    f"{args.logging_steps:g} step(s), the learning rate and the precision; the checkpoints "
+                    "before it are whole."
                 )
+                agree("finite", problem)
 
     def on_train_end(self, args, state, control, **_):
         PartialState().wait_for_everyone()
         if self.terminated and state.global_step < state.max_steps:
             record(outcome="preempted", step=state.global_step)
             say(
-                f"stopped by SIGTERM at step {state.global_step}; the checkpoint is whole. The same command continues the run."
+                f"stopped by SIGTERM at step {state.global_step}, checkpoint written. "
+                "The same command continues the run."
             )
             PartialState().destroy_process_group()
             os._exit(1)
@@ -238,7 +254,8 @@ def watch(trainer) -> None:
     rows, data = trainer.train_dataset, trainer.train_dataset._fingerprint
     before = RUN["record"].get("data") if is_main() else None
     changed = trainer.args.resume_from_checkpoint and before and before != data
-    problem = f"the training data is not what {trainer.args.resume_from_checkpoint} was trained on. Give the old data, or another --output_dir."
+    old = trainer.args.resume_from_checkpoint
+    problem = f"the training data is not what {old} was trained on. Give the old data, or another --output_dir."
     agree("data", problem if changed else None)
     tokens, labelled = 0, 0
     for batch in rows.select_columns(["labels"]).with_format("arrow").iter(1000):
@@ -265,7 +282,10 @@ def close_run(trainer, final: str) -> None:
         empty = [name for name, size in tensors.items() if size == 0]
         untie = trainer.model.config.tie_word_embeddings and "lm_head.weight" in tensors
         if empty or sum(tensors.values()) < wanted:
-            problem = f"{final} holds {sum(tensors.values())} weights in {len(tensors)} tensors ({len(empty)} empty); {wanted} were trained. The newest checkpoint-N is whole: take the weights from there."
+            problem = (
+                f"{final} holds {sum(tensors.values())} weights in {len(tensors)} tensors ({len(empty)} empty), but "
+                f"{wanted} were trained. The newest checkpoint-N is whole: take the weights from there."
+            )
     agree("saved", problem)
     if untie:  # FSDP and ZeRO gather the shared head as a second tensor; loading and saving makes it one again
         AutoModelForCausalLM.from_pretrained(final, dtype="auto").save_pretrained(final)

@@ -54,39 +54,48 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def exchange(stage: str, value, seconds: int = 600, store_only: bool = False) -> list:
-    """Every rank's `value`, in rank order: by the process group where there is one, else by the launcher's own store."""
+def launcher_store(seconds: float) -> dist.Store | None:
+    """The key-value store of torchrun's agent, which outlives any rank; None without such a launcher."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
+    return dist.PrefixStore(f"guard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def exchange(stage: str, value, patient: bool = False) -> list:
+    """Every rank's `value`, in rank order: over the process group where there is one, else over the launcher's store.
+
+    patient: wait a day instead of ten minutes, past any collective timeout (one rank downloads, the others wait).
+    """
     world, rank = environment("WORLD_SIZE", 1), environment("RANK", 0)
-    if dist.is_initialized() and dist.get_world_size() == world and not store_only:
+    if dist.is_initialized() and dist.get_world_size() == world and not patient:
         values = [None] * world
         dist.all_gather_object(values, value)
         return values
-    if world == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    store = launcher_store(24 * 3600 if patient else 600) if world > 1 else None
+    if store is None:
         return [value]
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
-    key = f"guard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{stage}/"
-    store.set(f"{key}{rank}", json.dumps(value))
-    return [json.loads(store.get(f"{key}{r}")) for r in range(world)]
+    store.set(f"{stage}/{rank}", json.dumps(value))
+    return [json.loads(store.get(f"{stage}/{other}")) for other in range(world)]
 
 
-def agree(stage: str, problem: str | None) -> None:
+def agree(stage: str, problem: str | None, patient: bool = False) -> None:
     """All ranks stop where one has a problem; rank 0 prints the first one as one paragraph."""
-    found = [(rank, text) for rank, text in enumerate(exchange(stage, problem)) if text]
+    found = {rank: text for rank, text in enumerate(exchange(stage, problem, patient)) if text}
     if not found:
         return
-    ranks = sorted({rank for rank, _ in found})
-    world = environment("WORLD_SIZE", 1)
+    first, world = next(iter(found.values())), environment("WORLD_SIZE", 1)
     if is_main():
-        record(outcome="failed", error=found[0][1])
-        where = "" if world == 1 else f" (rank {', '.join(map(str, ranks))} of {world})"
-        print(f"\nerror: {found[0][1]}{where}\n", file=sys.stderr, flush=True)
-    exchange(f"{stage}/printed", None)  # the launcher stops the others as soon as one leaves
+        record(outcome="failed", error=first)
+        where = "" if len(found) == world else f" (rank {', '.join(map(str, found))} of {world})"
+        print(f"\nerror: {first}{where}\n", file=sys.stderr, flush=True)
+    exchange(f"{stage}/printed", None, patient)  # the launcher stops the others as soon as one leaves
     os._exit(1)
 
 
 def record(**changes) -> None:
-    """Update run.json by a rename, so that a reader never sees half of it. Rank 0 only, once open_run has the folder."""
+    """Update run.json by a rename, so that no reader sees half of it. Rank 0 only, once open_run has the folder."""
     if not is_main() or "record" not in RUN:
         return
     RUN["record"].update(changes, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
@@ -96,25 +105,26 @@ def record(**changes) -> None:
 
 
 def on_exception(kind, error, trace) -> None:
-    """Mark the run as failed; a mistake in the input becomes one paragraph, everything else keeps its traceback."""
-    first = True
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
-        first = store.add(f"guard/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/failed", 1) == 1
-    if is_main() and RUN.get("record", {}).get("outcome") == "running":
-        record(outcome="failed", error=f"{kind.__name__}: {error}"[:2000])
+    """Mark the run as failed and print the error of the first rank that fails; the others fail because of it.
+
+    A mistake in the input, found by this recipe's own files, is one paragraph; anything else keeps its traceback.
+    """
+    store = launcher_store(10)
+    first = store is None or store.add("failed", 1) == 1
+    record(outcome="failed", error=f"{kind.__name__}: {error}"[:2000])
     if not first:
         return
+    last = traceback.extract_tb(trace)[-1].filename
     rank = "" if environment("WORLD_SIZE", 1) == 1 else f" (rank {environment('RANK', 0)})"
-    if kind.__name__ in ("RowError", "SystemExit") or (
-        issubclass(kind, OSError) and "is not a local folder" in str(error)
-    ):
+    if issubclass(kind, ValueError | OSError) and Path(last).resolve().parent == Path(__file__).resolve().parent:
         print(f"\nerror: {' '.join(str(error).split())}{rank}\n", file=sys.stderr, flush=True)
     else:
-        print(f"\nerror{rank}: the run stopped at this point:", file=sys.stderr)
+        print(f"\nerror: the run stopped at this point{rank}:", file=sys.stderr)
         traceback.print_exception(kind, error, trace)
         sys.stderr.flush()
+
+
+# ----------------------------------------------------------------------------------------------------- the launch line
 
 
 def declared_strategy() -> str:
@@ -123,8 +133,8 @@ def declared_strategy() -> str:
         file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
         if not os.path.isfile(file):
             raise ValueError(
-                f"the launch file names the DeepSpeed file `{file or 'none'}`, which is not here ({os.getcwd()}). Its path is "
-                "relative to the working directory: start from the cookbook's root, or with deepspeed_configs/ beside you."
+                f"the launch file names the DeepSpeed file `{file or 'none'}`, which is not here ({os.getcwd()}). Its "
+                "path is relative to the working directory: start from the cookbook's root, or beside deepspeed_configs/."
             )
         with open(file, encoding="utf-8") as text:
             zero = json.load(text).get("zero_optimization", {})
@@ -142,22 +152,25 @@ def launch_problem(parser, script: str, strategies: tuple[str, ...]) -> str | No
     except ValueError as error:
         return str(error)
     if strategy not in strategies:
-        return f"this recipe does not fit the strategy `{strategy}`. It runs under: {', '.join(strategies)} (accelerate_configs/)."
+        fits = ", ".join(f"{name}.yaml" for name in strategies)
+        return f"this recipe does not fit the strategy `{strategy}`. Launch it with one of accelerate_configs/: {fits}."
     if strategy == "fsdp" and os.environ.get("FSDP_VERSION") != "2":
         return "the launch file asks for FSDP version 1. Write `fsdp_version: 2`, as in accelerate_configs/fsdp.yaml."
     if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         return "the launch file sets `mixed_precision`, which silently beats the recipe's `bf16`. Take that line out."
-    namespace, _ = parser.parse_known_args(sys.argv[1:])
+    if parser.parse_known_args(sys.argv[1:])[0].use_cpu:
+        return None
     local, gpus = environment("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
-    if not namespace.use_cpu and gpus == 0:
+    if gpus == 0:
         return (
-            f"no GPU is visible on {socket.gethostname()}, so {local} process(es) would each train alone on the CPU, as rank 0 "
-            "of 1, into one folder. To train on the CPU on purpose, add `--use_cpu true` after train.py."
+            f"no GPU is visible on {socket.gethostname()}, so {local} process(es) would each train alone on the CPU, "
+            "as rank 0 of 1, into one folder. To train on the CPU on purpose, add `--use_cpu true` after train.py."
         )
-    if not namespace.use_cpu and local > gpus:
+    if local > gpus:
         return f"{local} processes were started on a machine with {gpus} visible GPU(s). Use `--num_processes {gpus}`."
-    if not namespace.use_cpu and gpus > 1 and "RANK" not in os.environ:
-        return f"{gpus} GPUs are visible but there is no launcher. Start with `accelerate launch --config_file ... {script}`."
+    if gpus > 1 and "RANK" not in os.environ:
+        line = f"accelerate launch --config_file accelerate_configs/{strategies[0]}.yaml {script}"
+        return f"{gpus} GPUs are visible but no launcher started this process. Use `{line}`."
     return None
 
 
@@ -233,8 +246,8 @@ def memory_problem(config, model_args, training_args) -> str | None:
     if quantization.get("quant_method") == "mxfp4" and host > (free := psutil.virtual_memory().available):
         return (
             f"{name} is stored as MXFP4: each of the {local} processes of this machine would dequantize all of it, "
-            f"{host / gib:.0f} GiB of host memory together, on every start; {free / gib:.0f} GiB are free. Write bf16 weights "
-            f"once, `python scripts/export.py {name} DEST --bf16`, and start with `--model_name_or_path DEST`."
+            f"{host / gib:.0f} GiB of host memory together, on every start; {free / gib:.0f} GiB are free. Write bf16 "
+            f"weights once, `python scripts/export.py {name} DEST --bf16`, and start with `--model_name_or_path DEST`."
         )
     have = (
         torch.cuda.get_device_properties(training_args.device).total_memory
@@ -257,8 +270,8 @@ def memory_problem(config, model_args, training_args) -> str | None:
                 fits.append(f"--config {file.stem} under {strategy}.yaml")
                 break
     return (
-        f"{name} needs {need / gib:.0f} GiB per GPU under {RUN['strategy']} with {world} process(es) for weights, gradients and "
-        f"optimizer alone; this GPU has {have / gib:.0f} GiB. "
+        f"{name} needs {need / gib:.0f} GiB per GPU under {RUN['strategy']} with {world} process(es) for weights, "
+        f"gradients and optimizer alone; this GPU has {have / gib:.0f} GiB. "
         + (f"What fits here: {'; '.join(fits)}." if fits else "Use more GPUs, or a smaller model.")
     )
 
@@ -267,41 +280,29 @@ def memory_problem(config, model_args, training_args) -> str | None:
 
 
 def strategy_problem(trainer) -> str | None:
-    """Where what runs is not what was asked for: sharding, precision, clipping. Called with the model prepared."""
-    args, model, world = trainer.args, trainer.model, environment("WORLD_SIZE", 1)
-    parameters, strategy = list(model.parameters()), RUN["strategy"]
-    plugin = trainer.accelerator.state.deepspeed_plugin
-    if strategy.startswith("zero"):
-        engine = trainer.model_wrapped
-        runs = (
-            f"zero{engine.zero_optimization_stage()}"
-            if plugin and hasattr(engine, "zero_optimization_stage")
-            else "no ZeRO"
-        )
-        runs += "_offload" if strategy.endswith("_offload") and engine.zero_offload_optimizer() is not None else ""
-        if runs == strategy and not math.isclose(engine.gradient_clipping(), args.max_grad_norm):
-            return f'DeepSpeed clips gradients at {engine.gradient_clipping()}, the recipe asks for {args.max_grad_norm}: write `"gradient_clipping": "auto"` in the DeepSpeed file.'
-    elif any(isinstance(p, DTensor) for p in parameters):
+    """Where what runs is not what was asked for: sharding, clipping, precision. Called with the model prepared."""
+    args, world, strategy = trainer.args, environment("WORLD_SIZE", 1), RUN["strategy"]
+    parameters, wrapped = list(trainer.model.parameters()), trainer.model_wrapped
+    if hasattr(wrapped, "zero_optimization_stage"):  # a DeepSpeed engine
+        runs = f"zero{wrapped.zero_optimization_stage()}" + ("_offload" if wrapped.zero_offload_optimizer() else "")
+        if not math.isclose(wrapped.gradient_clipping(), args.max_grad_norm):
+            return (
+                f"DeepSpeed clips gradients at {wrapped.gradient_clipping()}, the recipe asks for {args.max_grad_norm}"
+                '. Write `"gradient_clipping": "auto"` in the DeepSpeed file.'
+            )
+    elif any(isinstance(parameter, DTensor) for parameter in parameters):
         runs = "fsdp"
     else:
-        runs = "ddp" if world > 1 and isinstance(trainer.model_wrapped, DistributedDataParallel) else "single"
+        runs = "ddp" if world > 1 and isinstance(wrapped, DistributedDataParallel) else "single"
     if runs != strategy:
+        cure = " On CPU accelerate does not shard; for tests scripts/fsdp_on_cpu.py does." if strategy == "fsdp" else ""
+        return f"the launch file asks for {strategy} over {world} process(es), but what runs is {runs}.{cure}"
+    trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    if runs in ("single", "ddp") and torch.bfloat16 in trained and not hasattr(trainer.model, "peft_config"):
         return (
-            f"the launch file asks for {strategy} over {world} process(es), but what runs is {runs} "
-            f"({trainer.accelerator.distributed_type})."
-            + (
-                " accelerate shards by FSDP only on GPUs; on CPU use scripts/fsdp_on_cpu.py."
-                if strategy == "fsdp"
-                else ""
-            )
+            "all weights would train in bf16 without fp32 masters, which rounds small updates away. Set "
+            "`dtype: float32` and `bf16: true`."
         )
-    trained = {p.dtype for p in parameters if p.requires_grad}
-    if (
-        runs in ("single", "ddp")
-        and trained & {torch.bfloat16, torch.float16}
-        and not trainer.model.__class__.__name__.startswith("Peft")
-    ):
-        return "full weights would train in bf16 without fp32 masters, which rounds small updates away. Set `dtype: float32` (with `bf16: true`)."
     return None
 
 

@@ -2,9 +2,9 @@
 
 The same file, to the byte, lies in every recipe folder; `scripts/sync_guard.py FOLDER` brings a copy up to date.
 
-The way of the data: a Hub dataset, a file or a folder -> raw rows (`read`) -> one conversation each, by the recipe's own
-`to_conversation`, checked (`check_conversation`) -> rows that fit `max_length` (`load_rows`) -> TRL's SFTTrainer, which
-renders, tokenizes and masks them.
+The way of the data: a Hub dataset, a file or a folder -> raw rows (`read_file`) -> one conversation each, by the
+recipe's own `to_conversation`, checked (`check_conversation`) -> rows that fit `max_length` (`load_rows`) -> TRL's SFTTrainer,
+which renders, tokenizes and masks them.
 """
 
 import csv
@@ -57,8 +57,8 @@ class RecipeArguments:
     unfit_rows: str = field(
         default="error",
         metadata={
-            "help": "What to do with rows that are malformed or longer than max_length: stop, leave them out, or cut the "
-            "long ones at max_length (malformed ones still stop).",
+            "help": "What to do with rows that are malformed or longer than max_length: stop, leave them out, or cut "
+            "the long ones at max_length (malformed ones still stop).",
             "choices": ["error", "drop", "cut"],
         },
     )
@@ -76,7 +76,8 @@ class RecipeArguments:
     )
 
     def __post_init__(self):
-        self.chat_template_kwargs = json.loads(self.chat_template_kwargs or "{}")
+        if not isinstance(self.chat_template_kwargs, dict):  # plain TRL hands the YAML's object over as it is
+            self.chat_template_kwargs = json.loads(self.chat_template_kwargs or "{}")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction is {self.eval_fraction}; it must be at least 0 and below 1.")
 
@@ -119,9 +120,10 @@ def _config_words(path: Path, known: set[str]) -> list[str]:
 
 
 def strict_arguments(parser, script: str) -> None:
-    """Put the config file in front of the command line in sys.argv; raise ValueError for what is unknown or of a wrong kind.
+    """Put the config file in front of the command line in sys.argv.
 
-    `--config NAME` is a file, or the name of one beside `script`; without it, config.yaml beside `script` is read.
+    Raises ValueError for what is unknown or of a wrong kind. `--config NAME` is a file, or the
+    name of one beside `script`; without it, config.yaml beside `script` is read.
     """
     folder, words = Path(script).resolve().parent, sys.argv[1:]
     path = folder / "config.yaml"
@@ -171,7 +173,7 @@ def local_files(name: str, split: str) -> list[Path]:
 
 
 def read_file(path: Path) -> Iterator[dict]:
-    """Rows of one local file. JSON by Python's own reader (Arrow would turn an ISO date into a timestamp), CSV as text."""
+    """Rows of one local file: JSON by Python's reader (Arrow turns an ISO date into a timestamp), CSV as text."""
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -186,7 +188,8 @@ def read_file(path: Path) -> Iterator[dict]:
                     yield line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
                     raise RowError(
-                        f"{path}, line {number}: byte {error.start} (0x{line[error.start]:02x}) is not UTF-8. Save the file as UTF-8."
+                        f"{path}, line {number}: byte {error.start} (0x{line[error.start]:02x}) is not UTF-8. Save the "
+                        "file as UTF-8."
                     ) from None
 
     if path.suffix == ".csv":
@@ -268,6 +271,7 @@ def check_conversation(row: dict) -> str | None:
 def _generate(files, hub, to_conversation, group_by, stamp):
     """Checked rows; one that cannot be used keeps its number and the reason. `stamp` only enters the cache key."""
     rows = (row for path in files for row in read_file(Path(path))) if files else hub
+    number = 0
     for number, raw in enumerate(rows, 1):
         conversation = {}
         try:
@@ -280,6 +284,8 @@ def _generate(files, hub, to_conversation, group_by, stamp):
             problem = str(error)
         group = str(raw.get(group_by) if group_by else number)
         yield {"row": number, "problem": problem, "group": group, "conversation": {} if problem else conversation}
+    if number == 0:
+        raise RowError(f"{', '.join(files) or 'the split'} holds no rows.")
 
 
 def _read_split(script_args, recipe_args, to_conversation: Callable, split: str) -> Dataset | None:
@@ -371,8 +377,9 @@ def _fitting(rows: Dataset, recipe_args, training_args, tokenizer, name: str) ->
     unfit = [] if drop else bad if recipe_args.unfit_rows == "cut" else bad + long
     if unfit:
         raise RowError(
-            f"{name} data: {len(unfit)} of {len(rows)} rows do not fit. {'; '.join(unfit[:5])}{'; ...' if unfit[5:] else ''}. "
-            "Mend them, or raise --max_length, or say what to do with them: --unfit_rows drop leaves them out"
+            f"{name} data: {len(unfit)} of {len(rows)} rows do not fit. {'; '.join(unfit[:5])}"
+            f"{'; ...' if unfit[5:] else ''}. Mend them, or raise --max_length, or say what to do with them: "
+            "--unfit_rows drop leaves them out"
             + (", --unfit_rows cut cuts the long ones (their answers lose the end)." if long else ".")
         )
     kept = [
@@ -397,16 +404,17 @@ def load_rows(script_args, training_args, recipe_args, tokenizer, to_conversatio
     """
     with PartialState().local_main_process_first():
         train = _read_split(script_args, recipe_args, to_conversation, script_args.dataset_train_split)
-        if train is None or not len(train):
-            raise RowError(f"dataset_name: {script_args.dataset_name} holds no rows for the training split.")
+        if train is None:
+            raise RowError(f"dataset_name: {script_args.dataset_name} holds no file of rows ({', '.join(FILE_KINDS)}).")
         train, report = _fitting(train, recipe_args, training_args, tokenizer, "training")
         held_out = None
         if training_args.eval_strategy != "no" and recipe_args.eval_fraction == 0:
             held_out = _read_split(script_args, recipe_args, to_conversation, script_args.dataset_test_split)
             if held_out is None:
                 raise RowError(
-                    f"eval_fraction is 0 and {script_args.dataset_name} has no split {script_args.dataset_test_split!r}. Name one "
-                    "with --dataset_test_split, or hold rows out with --eval_fraction 0.05, or set --eval_strategy no."
+                    f"eval_fraction is 0 and {script_args.dataset_name} has no split "
+                    f"{script_args.dataset_test_split!r}. Name one with --dataset_test_split, or hold rows out with "
+                    "--eval_fraction 0.05, or set --eval_strategy no."
                 )
             held_out, more = _fitting(held_out, recipe_args, training_args, tokenizer, "evaluation")
             report += f"\n{more}"

@@ -120,14 +120,14 @@ def to_prompt_completion(
     neither it is a chat in `messages`: the last user message is the document, the assistant message after it is the
     target as JSON. A system message is left out: the schema says what to extract.
 
-    Raises ValueError with the reason for a bad row; the caller adds the file and the row number.
+    Raises ValueError with the reason for a bad row, and KeyError naming the columns that are wanted where a row has
+    others; the caller adds the file and the row number.
     """
     if bool(text_column) != bool(target_column):
         raise ValueError("give both --text_column and --target_column, or neither for rows with messages")
     if text_column:
-        for column in (text_column, target_column):
-            if column not in row:
-                raise ValueError(f"no column {column!r}; the row has {', '.join(sorted(map(str, row))) or 'none'}")
+        if text_column not in row or target_column not in row:
+            raise KeyError(f"the columns {text_column!r} and {target_column!r}")
         text, target = row[text_column], row[target_column]
     else:
         text, target = _from_messages(row)
@@ -156,35 +156,6 @@ def parse_json(text: str) -> Any:
         raise ValueError(f"{name} is not a JSON number")
 
     return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-
-
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict]]:
-    """Line number (from 1) and object of every line that is not blank.
-
-    Read with Python's json and not by Arrow, which would turn an ISO date in an answer into a timestamp. A byte-order
-    mark is accepted. Raises ValueError naming file and line.
-    """
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}). Give a .jsonl file that exists.") from error
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        try:
-            line_text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            if not line_text.strip():
-                continue
-            row = parse_json(line_text)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number}: not UTF-8 at byte {error.start}. Save the file as UTF-8."
-            ) from error
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number}: not JSON ({error}). Each line must be one JSON object."
-            ) from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: expected one JSON object, found {_short(row)}.")
-        yield number, row
 
 
 def _check_supported(schema: dict, path: str, inside_array: bool) -> None:
@@ -267,13 +238,11 @@ def _text(value: Any) -> str:
 
 
 def _from_messages(row: dict) -> tuple[Any, Any]:
-    messages = row.get("messages")
+    if "messages" not in row:
+        raise KeyError("`messages`, or the two columns that --text_column and --target_column name")
+    messages = row["messages"]
     if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            "no list of messages in the row, which has "
-            f"{', '.join(sorted(map(str, row))) or 'no column'}; for a document and its target in two columns give "
-            "--text_column and --target_column"
-        )
+        raise ValueError(f"messages must be a list and not empty, found {_short(messages)}")
     roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
     if roles[-2:] != ["user", "assistant"] or set(roles) - {"system", "user", "assistant"}:
         raise ValueError(f"messages must end with a user and then an assistant message; the roles are {roles}")

@@ -34,7 +34,8 @@ from accelerate.utils import gather_object
 from field_scores import score_replies
 from tqdm import tqdm
 
-from invoice import canonical, load_schema, parse_json, read_jsonl, to_prompt_completion
+from inputs import FILE_KINDS, read_file
+from invoice import canonical, load_schema, parse_json, to_prompt_completion
 
 
 def load_model(model_id: str, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, Any]:
@@ -137,23 +138,28 @@ def _stop_ids(model: Any, tokenizer: Any) -> list[int]:
 
 
 def read_documents(path: str, schema: dict, text_column: str | None, target_column: str | None, limit: int | None):
-    """[(name, prompt messages, gold target)] of the first `limit` rows; a row's name is its `id`, or its line.
+    """[(name, prompt messages, gold target)] of the first `limit` rows; a row's name is its `id`, or its number.
 
-    Raises ValueError naming file and line for the first bad row, and when there is none.
+    Raises ValueError naming file and row for the first bad row, and when there is none.
     """
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: no such file. Give a file with one document a row ({', '.join(FILE_KINDS)}).")
     documents = []
-    for line, row in read_jsonl(path):
+    for number, row in enumerate(read_file(Path(path)), 1):
         if limit is not None and len(documents) >= limit:
             break
         try:
             pair = to_prompt_completion(row, schema, text_column, target_column)
+        except KeyError as error:
+            found = ", ".join(map(str, row)) or "none"
+            raise ValueError(f"{path}, row {number} has the columns {found}; wanted: {error.args[0]}.") from error
         except ValueError as error:
-            raise ValueError(f"{path}, line {line}: {error}. Correct the row.") from error
-        name = row["id"] if isinstance(row.get("id"), str | int) else f"line {line}"
+            raise ValueError(f"{path}, row {number}: {error}. Correct the row.") from error
+        name = row["id"] if isinstance(row.get("id"), str | int) else f"row {number}"
         gold = canonical(parse_json(pair["completion"][0]["content"]), schema)
         documents.append((str(name), pair["prompt"], gold))
     if not documents:
-        raise ValueError(f"{path}: no rows. Give a .jsonl file with one document a line.")
+        raise ValueError(f"{path}: no rows. Give a file with one document a row.")
     return documents
 
 

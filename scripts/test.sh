@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Makes .venv, then runs the linters and the tests. Arguments go to pytest.
+#
+#   bash scripts/test.sh              # quick: each recipe under its own strategy, each strategy once
+#   bash scripts/test.sh --matrix     # every recipe under every strategy; writes docs/strategy_matrix.json
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+SECONDS=0
+source scripts/environment.sh
+make_environment
+echo "environment ready after $SECONDS s"
+ruff check .
+ruff format --check .
+status=0
+python -m pytest "$@" || status=$?
+echo "scripts/test.sh took $SECONDS s" >&2
+exit "$status"

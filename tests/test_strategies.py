@@ -1,0 +1,63 @@
+"""Every recipe trains the same under every strategy: killed, resumed, and reloaded; smoke.py does and judges the work.
+
+By default each recipe runs under its own strategy and each strategy once. `--matrix` runs all recipes under all
+strategies that they fit, in fp32 and in the shipped precision, the other configurations too, and writes
+docs/strategy_matrix.json.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import smoke
+import strategy_table
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/train.py"))
+OWN = {"gpt-oss-20b": "ddp", "gpt-oss-120b": "fsdp", "llama-3.2-1b": "zero2", "qwen3-8b-invoice": "zero3"}
+QUICK = {*OWN.items(), ("llama-3.2-1b", "single"), ("qwen3-8b-invoice", "zero1"), ("gpt-oss-120b", "zero3_offload")}
+
+
+def named_strategy(recipe: str, config: Path) -> str:
+    """The strategy of the launch line in a configuration's head; ddp in place of one process."""
+    named = re.search(r"accelerate_configs/(\w+)\.yaml", config.read_text(encoding="utf-8"))[1]
+    return "ddp" if named == "single" and "ddp" in smoke.fitting(config.parent) else named
+
+
+def cells():
+    """(recipe, configuration, strategy, precision), the quick ones unmarked, those of one bench in a row."""
+    for recipe in RECIPES:
+        folder = ROOT / "recipes" / recipe
+        for precision in smoke.TOLERANCE:
+            for strategy in smoke.fitting(folder):
+                quick = precision == "fp32" and (recipe, strategy) in QUICK
+                marks = [] if quick else [pytest.mark.matrix]
+                yield pytest.param(recipe, "config", strategy, precision, marks=marks)
+        for config in sorted(path for path in folder.glob("*.yaml") if path.stem != "config"):
+            for precision in smoke.TOLERANCE:
+                strategy = named_strategy(recipe, config)
+                yield pytest.param(recipe, config.stem, strategy, precision, marks=pytest.mark.matrix)
+
+
+@pytest.fixture(scope="module")
+def table(request):
+    """The cells measured so far; written to the table's file at the end of a matrix."""
+    measured = []
+    yield measured
+    if request.config.getoption("--matrix"):
+        strategy_table.write(measured)
+
+
+def test_quick_cells_cover_each_recipe_and_each_strategy():
+    assert {recipe for recipe, _ in QUICK} == set(RECIPES)
+    assert {strategy for _, strategy in QUICK} == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
+    assert all(strategy in smoke.fitting(ROOT / "recipes" / recipe) for recipe, strategy in QUICK)
+
+
+@pytest.mark.parametrize(("recipe", "config", "strategy", "precision"), cells())
+def test_trains_as_one_process_resumes_and_reloads(benches, table, recipe, config, strategy, precision):
+    bench = benches(recipe, config, precision)
+    cell = bench.cell(strategy, start_again=OWN.get(recipe) == strategy and config == "config" and precision == "fp32")
+    print(smoke.line(cell))
+    table.append(cell)
+    assert cell.error is None, cell.error
