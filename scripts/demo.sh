@@ -19,7 +19,7 @@ run() {
 }
 
 folder=demo/smollm2 rows=(--train 128 --test 16) gate=(--at_least 0.40) tokens=80
-training=(--num_train_epochs 1 --learning_rate 5e-4 --warmup_steps 2 --max_length 256)
+training=(--num_train_epochs 1 --learning_rate 3e-4 --warmup_steps 2 --max_length 256)
 if [ $# -eq 1 ]; then
     folder=demo/tiny rows=(--train 8 --test 2) gate=() tokens=8
     training=(--max_steps 2 --max_length 1024)

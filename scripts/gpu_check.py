@@ -71,7 +71,7 @@ def run(command: list[str], log: Path, timeout: float) -> tuple[int, float]:
     return code, time.monotonic() - start
 
 
-def make_model(key: str, work: Path, rehearse: bool, layers_120b: int) -> tuple[Path, dict]:
+def make_model(key: str, work: Path, rehearse: bool, layers: dict) -> tuple[Path, dict]:
     """The folder of a random model, made on first use, and the seconds that making it took."""
     folder, seconds = work / "models" / key, {}
     if folder.is_dir():
@@ -79,10 +79,10 @@ def make_model(key: str, work: Path, rehearse: bool, layers_120b: int) -> tuple[
     folder.parent.mkdir(parents=True, exist_ok=True)
     script = [sys.executable, "scripts/tiny_model.py"]
     if key.endswith("-bf16"):
-        source, seconds = make_model(key.removesuffix("-bf16"), work, rehearse, layers_120b)
+        source, seconds = make_model(key.removesuffix("-bf16"), work, rehearse, layers)
         command = [sys.executable, "scripts/export.py", str(source), str(folder), "--bf16"]
     elif key in ("20b", "120b"):
-        size = [] if rehearse else ["--size", key] + (["--layers", str(layers_120b)] if key == "120b" else [])
+        size = [] if rehearse else ["--size", key, *(["--layers", str(layers[key])] if layers[key] else [])]
         command = [*script, "gpt-oss", str(folder), "--mxfp4", *size]
     else:
         family, size = {"llama": ("llama", "1b"), "qwen": ("qwen3", "8b")}[key]
@@ -136,14 +136,16 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="cells whose name or model holds one of these words")
     parser.add_argument("--make-only", action="store_true", help="write the models and train nothing")
     parser.add_argument("--rehearse", action="store_true", help="tiny models on two CPU processes")
+    parser.add_argument("--layers-20b", type=int, help="depth of gpt-oss-20b; default: all 24")
     parser.add_argument("--layers-120b", type=int, default=4, help="depth of gpt-oss-120b (36 published); default 4")
     parser.add_argument("--limit", type=float, default=560, help="seconds after which no further cell is started")
     arguments = parser.parse_args()
     work, started = arguments.work.absolute(), time.monotonic()
     work.mkdir(parents=True, exist_ok=True)
     rows = write_rows(work, 60 if arguments.rehearse else 500)
+    layers = {"20b": arguments.layers_20b, "120b": arguments.layers_120b}
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    report = {"gpus": gpus, "date": time.strftime("%Y-%m-%d"), "layers_120b": arguments.layers_120b, "cells": []}
+    report = {"gpus": gpus, "date": time.strftime("%Y-%m-%d"), "layers": layers, "cells": []}
     names = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "datasets")
     report["versions"] = {name: importlib.metadata.version(name) for name in names}
     failed = 0
@@ -156,7 +158,7 @@ def main() -> int:
         try:
             if time.monotonic() - started > arguments.limit:
                 raise RuntimeError(f"not started: {arguments.limit:.0f} s were over")
-            model, cell["made_seconds"] = make_model(key, work, arguments.rehearse, arguments.layers_120b)
+            model, cell["made_seconds"] = make_model(key, work, arguments.rehearse, layers)
             if arguments.make_only:
                 print(json.dumps(cell), flush=True)
                 continue

@@ -11,7 +11,7 @@ One line a strategy, OK or FAIL; exit code 1 when one fails. A strategy passes w
 - the loss of every step, accumulation and uneven answers included, is that of one unbroken process with the same
   global batch: to 1e-4 (relative) in fp32, to 2e-2 in the recipe's own precision;
 - final/ loads in a fresh process with transformers or peft alone and gives the evaluation loss of the last step, and
-  the logits of that one process.
+  the logits of that one process (an adapter of a 4-bit base is loaded on the unpacked base, and may be 2e-2 away).
 
 The recipe is run as it lies there, from the launch files two levels above it, in the working directory, or else of the
 cookbook. Changed for the test, by flags: model, rows, batch, steps and learning rate; dropout, router loss and packing
@@ -210,9 +210,11 @@ class Bench:
         cell.eval_deviation, cell.logits_error = deviation(found["eval_loss"], told), found["logits_error"]
         if found["learned"] == 0:
             raise LaunchError(f"final/ gives the logits of the untrained model; log: {log}")
-        if not cell.eval_deviation <= TOLERANCE[self.precision]:
+        # An adapter trained on a 4-bit base is loaded on the unpacked one, as where it is served.
+        tolerance = "shipped" if self.settings.get("load_in_4bit") else self.precision
+        if not cell.eval_deviation <= TOLERANCE[tolerance]:
             raise LaunchError(f"final/ evaluates to {found['eval_loss']:.4f}, training said {told:.4f}; log: {log}")
-        if not cell.logits_error <= LOGITS_TOLERANCE[self.precision]:
+        if not cell.logits_error <= LOGITS_TOLERANCE[tolerance]:
             raise LaunchError(f"the logits of final/ are {cell.logits_error:.1e} off those of one process; log: {log}")
 
 

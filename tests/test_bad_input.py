@@ -137,6 +137,7 @@ def memory(monkeypatch, name, world, gpu_gib, strategy, recipe=LLAMA, free_gib=2
     """What guard says of the memory for model `name` ("1b", "8b", "20b", "120b") on GPUs of `gpu_gib`."""
     family = {"1b": "llama", "8b": "qwen3"}.get(name, "gpt-oss")
     config = tiny_model.build_real_config(family, name, tiny_model.build_tokenizer(family))
+    config.dtype = "bfloat16"  # as published
     if model.pop("mxfp4", False):
         config.quantization_config = {"quant_method": "mxfp4"}
     monkeypatch.setenv("RANK", "0")
@@ -177,6 +178,10 @@ def test_ranks_that_each_dequantize_must_fit_the_host(monkeypatch):
     text = memory(monkeypatch, "120b", 8, 80, "fsdp", free_gib=1000, **lora)
     assert "python scripts/export.py 120b DEST --bf16" in text and "1741 GiB" in text, text
     assert memory(monkeypatch, "120b", 8, 80, "fsdp", free_gib=2000, **lora) is None
+    # FSDP2 with fp32 weights: transformers converts the bf16 file on every rank
+    text = memory(monkeypatch, "8b", 8, 80, "fsdp", free_gib=200, dtype="float32")
+    assert "--dtype bfloat16" in text and "244 GiB" in text, text
+    assert memory(monkeypatch, "8b", 8, 80, "fsdp", free_gib=200, dtype="bfloat16") is None
 
 
 # ------------------------------------------------------------------------------------------------------------ rows
@@ -293,6 +298,15 @@ def test_held_out_rows_are_drawn_by_the_seed_kept_and_never_trained_on(tmp_path,
 # ------------------------------------------------------------------------------------------------- the run folder
 
 
+def test_no_secret_reaches_the_run_record(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setitem(guard.RUN, "folder", tmp_path)
+    monkeypatch.setitem(guard.RUN, "record", {"command": ["train.py", "--hub_token", "hf_abcdefghijklmnop"]})
+    guard.record(error="no answer from https://user:pass-word@host/data")
+    text = (tmp_path / "run.json").read_text()
+    assert "abcdefgh" not in text and "pass-word" not in text and "@host/data" in text
+
+
 def test_a_checkpoint_that_is_not_whole_is_told_apart(tmp_path):
     folder = tmp_path / "checkpoint-4"
     folder.mkdir()
@@ -351,7 +365,7 @@ def test_a_run_folder_belongs_to_one_run_and_one_process(attempt, tmp_path):
     with open(tmp_path / "run" / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         rc, said, _ = attempt("single", processes=1)
-        assert rc != 0 and "in use by a run that is alive" in said
+        assert rc != 0 and "in use by a live run" in said
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != ".lock"}
 
 

@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -37,6 +38,7 @@ from trl import get_peft_config
 import inputs
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "datasets", "bitsandbytes")
+SECRET = r"hf_\w{8,}|(?<=://)[^@/\s\"]+(?=@)"  # tokens, and what stands before the @ of an address
 RUN: dict = {}  # what this process knows of its run: folder, lock, record, strategy
 
 
@@ -100,7 +102,8 @@ def record(**changes) -> None:
         return
     RUN["record"].update(changes, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     partial = RUN["folder"] / "run.json.partial"
-    partial.write_text(json.dumps(RUN["record"], indent=1, default=str, sort_keys=True), encoding="utf-8")
+    text = json.dumps(RUN["record"], indent=1, default=str, sort_keys=True)
+    partial.write_text(re.sub(SECRET, "***", text), encoding="utf-8")
     os.replace(partial, RUN["folder"] / "run.json")
 
 
@@ -241,13 +244,24 @@ def memory_problem(config, model_args, training_args) -> str | None:
     world, local = environment("WORLD_SIZE", 1), environment("LOCAL_WORLD_SIZE", 1)
     name, gib = model_args.model_name_or_path, 2**30
     need = state_bytes(config, model_args, str(training_args.optim), RUN["strategy"], world)
+    free, stored = psutil.virtual_memory().available, getattr(config, "quantization_config", None) or {}
     host = 2 * RUN["parameters"] * local
-    quantization = getattr(config, "quantization_config", None) or {}
-    if quantization.get("quant_method") == "mxfp4" and host > (free := psutil.virtual_memory().available):
+    if stored.get("quant_method") == "mxfp4" and host > free:
         return (
             f"{name} is stored as MXFP4: each of the {local} processes of this machine would dequantize all of it, "
             f"{host / gib:.0f} GiB of host memory together, on every start; {free / gib:.0f} GiB are free. Write bf16 "
             f"weights once, `python scripts/export.py {name} DEST --bf16`, and start with `--model_name_or_path DEST`."
+        )
+    # transformers reads the weights on every rank. What keeps its dtype is mapped from the file and shared.
+    if (
+        RUN["strategy"] == "fsdp"
+        and model_args.dtype == "float32"
+        and config.dtype != torch.float32
+        and 2 * host > free
+    ):
+        return (
+            f"each of the {local} processes of this machine would hold {name} in fp32, {2 * host / gib:.0f} GiB of host "
+            f"memory together; {free / gib:.0f} GiB are free. Add `--dtype bfloat16`: FSDP2 keeps fp32 masters of its shards."
         )
     have = (
         torch.cuda.get_device_properties(training_args.device).total_memory

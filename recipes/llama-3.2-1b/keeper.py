@@ -22,12 +22,25 @@ import psutil
 import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
+import xxhash
 from accelerate import PartialState
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
-from guard import RUN, agree, environment, exchange, hardware, is_main, memory_problem, record, say, strategy_problem
+from guard import (
+    RUN,
+    SECRET,
+    agree,
+    environment,
+    exchange,
+    hardware,
+    is_main,
+    memory_problem,
+    record,
+    say,
+    strategy_problem,
+)
 from inputs import PATH_KEYS
 
 MARK = "complete.json"  # a checkpoint without it is not whole
@@ -60,7 +73,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def identity(script_args, training_args, model_args, recipe_args) -> dict:
-    """What decides the weights: arguments, files by their content, batch and processes; no secrets of addresses."""
+    """What decides the weights: arguments, files by their content, batch and processes; without secrets."""
     every = {}
     for group in (script_args, training_args, model_args, recipe_args):
         every |= group.to_dict() if hasattr(group, "to_dict") else vars(group)
@@ -72,7 +85,7 @@ def identity(script_args, training_args, model_args, recipe_args) -> dict:
     every["world_size"], every["strategy"] = environment("WORLD_SIZE", 1), RUN["strategy"]
     every["global_batch"] = training_args.train_batch_size * training_args.gradient_accumulation_steps
     every["global_batch"] *= every["world_size"]
-    return json.loads(re.sub(r"://[^@/\"]+@", "://***@", json.dumps(every, default=str)))
+    return json.loads(re.sub(SECRET, "***", json.dumps(every, default=str)))
 
 
 def open_run(script_args, training_args, model_args, recipe_args) -> None:
@@ -102,31 +115,30 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
     agree("memory", memory_problem(config, model_args, training_args))
 
     RUN["folder"] = folder = Path(training_args.output_dir)
-    problem, earlier = None, {}
+    problem, earlier, reasons = None, {}, {}
     if is_main():
         folder.mkdir(parents=True, exist_ok=True)
         RUN["lock"] = open(folder / ".lock", "w")  # noqa: SIM115 the system lets go of it when this process dies
         try:
             fcntl.flock(RUN["lock"], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            problem = (
-                f"output_dir {folder} is in use by a run that is alive. Wait for it, or choose another --output_dir."
-            )
+            problem = f"output_dir {folder} is in use by a live run. Wait for it, or choose another --output_dir."
         if (folder / "run.json").is_file():
             earlier = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        reasons = {str(path): is_complete(path) for path in checkpoints(folder)}
     agree("lock", problem)
-    earlier, asked = exchange("earlier", earlier)[0], identity(script_args, training_args, model_args, recipe_args)
+    earlier, reasons = exchange("earlier", [earlier, reasons])[0]  # what rank 0 saw
+    asked = identity(script_args, training_args, model_args, recipe_args)
     before = earlier.get("arguments", asked)
     different = [
         f"{key} was {before.get(key)!r:.60}, now {asked.get(key)!r:.60}"
         for key in sorted(before.keys() | asked.keys())
         if before.get(key) != asked.get(key)
     ]
-    found = checkpoints(folder)
-    if different and (found or earlier.get("outcome") == "done"):
+    if different and (reasons or earlier.get("outcome") == "done"):
         changes = "; ".join(different)
         problem = f"output_dir {folder} holds another run: {changes}. Give the old values, or another --output_dir."
-    elif found and not earlier:
+    elif reasons and not earlier:
         problem = f"output_dir {folder} holds checkpoints without a run.json. Choose another --output_dir."
     agree("identity", problem)
     if earlier.get("outcome") == "done":
@@ -134,21 +146,17 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
         state.destroy_process_group()
         sys.exit(0)
     if training_args.resume_from_checkpoint in (None, "auto"):  # the same command continues the run
-        reasons = {path: is_complete(path) for path in found}
         for path, reason in reasons.items():
             if reason:
-                say(f"skipped {path.name}: {reason}")
-        whole = [path for path, reason in reasons.items() if not reason]
-        training_args.resume_from_checkpoint = str(whole[0]) if whole else None
-    elif training_args.resume_from_checkpoint:
-        path = Path(training_args.resume_from_checkpoint)
-        reason = is_complete(path)
-        agree("checkpoint", f"resume_from_checkpoint {path}: {reason}." if reason else None)
-    say(
-        f"resuming from {training_args.resume_from_checkpoint}"
-        if training_args.resume_from_checkpoint
-        else "starting anew"
-    )
+                say(f"skipped {path}: {reason}")
+        training_args.resume_from_checkpoint = next((path for path, reason in reasons.items() if not reason), None)
+    else:
+        reason = is_complete(Path(training_args.resume_from_checkpoint))
+        problem = f"resume_from_checkpoint {training_args.resume_from_checkpoint}: {reason}."
+        agree("checkpoint", problem if reason else None)
+    say(f"resuming from {resume}" if (resume := training_args.resume_from_checkpoint) else "starting anew")
+    if is_main() and not resume and (folder / "metrics.jsonl").exists():  # of a start that wrote no checkpoint
+        os.replace(folder / "metrics.jsonl", folder / "metrics.old.jsonl")
     RUN["record"] = {"outcome": "running", "arguments": asked, "command": sys.argv, "versions": RUN["versions"]}
     RUN["record"] |= {
         "started": [*earlier.get("started", []), time.time()],
@@ -163,10 +171,8 @@ class Keeper(TrainerCallback):
 
     def __init__(self, trainer):
         self.trainer, self.terminated = trainer, False
-        self.keep, trainer.args.save_total_limit = (
-            trainer.args.save_total_limit,
-            None,
-        )  # the trainer rotates before a mark
+        self.keep = trainer.args.save_total_limit
+        trainer.args.save_total_limit = None  # the trainer removes old checkpoints before the new one has its mark
         trainer.args.logging_nan_inf_filter = False  # it would show the last finite loss instead
         signal.signal(signal.SIGTERM, self.on_sigterm)
 
@@ -241,26 +247,24 @@ class Keeper(TrainerCallback):
 
 def watch(trainer) -> None:
     """Stage 2, with the trainer built: what it will see, what is adapted, and the Keeper that follows the steps."""
-    names = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
     config = getattr(trainer.model, "peft_config", {}).get("default")
-    missed = [
-        target
-        for target in (config and config.target_parameters) or []
-        if not any(f"{target.rpartition('.')[0]}." in name for name in names)
-    ]
+    found = getattr(getattr(trainer.model, "base_model", None), "targeted_parameter_names", [])
+    asked = (config and config.target_parameters) or []
+    missed = [target for target in asked if not any(name.endswith(target) for name in found)]
     problem = f"lora_target_parameters: {', '.join(missed)} is no parameter of this model and would be left out."
     agree("adapted", problem if missed else None)
 
-    rows, data = trainer.train_dataset, trainer.train_dataset._fingerprint
-    before = RUN["record"].get("data") if is_main() else None
-    changed = trainer.args.resume_from_checkpoint and before and before != data
-    old = trainer.args.resume_from_checkpoint
-    problem = f"the training data is not what {old} was trained on. Give the old data, or another --output_dir."
+    rows, tokens, labelled, digest = trainer.train_dataset, 0, 0, xxhash.xxh3_128()
+    for batch in rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(1000):
+        for column in ("input_ids", "labels"):
+            lists = batch[column].combine_chunks()
+            values = lists.flatten().to_numpy(zero_copy_only=False)
+            digest.update(pc.list_value_length(lists).to_numpy(zero_copy_only=False).tobytes() + values.tobytes())
+        tokens, labelled = tokens + len(values), labelled + int((values != -100).sum())
+    data, resumed = digest.hexdigest(), trainer.args.resume_from_checkpoint
+    changed = is_main() and resumed and RUN["record"]["data"] not in (None, data)
+    problem = f"the training data is not what {resumed} was trained on. Give the old data, or another --output_dir."
     agree("data", problem if changed else None)
-    tokens, labelled = 0, 0
-    for batch in rows.select_columns(["labels"]).with_format("arrow").iter(1000):
-        values = batch["labels"].combine_chunks().flatten()
-        tokens, labelled = tokens + len(values), labelled + len(values) - pc.sum(pc.equal(values, -100)).as_py()
     say(f"training on {len(rows)} rows: {tokens} tokens, {labelled} of them labelled ({labelled / tokens:.1%})")
     private = exchange(
         "private bytes", psutil.Process().memory_full_info().uss

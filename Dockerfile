@@ -1,0 +1,13 @@
+# docker build -t cookbook . && docker run --rm -it --gpus all --shm-size 16g cookbook
+# CUDA 13: the host needs driver 580 or newer. The devel image has the compilers that DeepSpeed and Triton call.
+FROM nvidia/cuda:13.0.0-devel-ubuntu24.04
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3-dev python3-venv git \
+    && rm -rf /var/lib/apt/lists/*
+ENV PATH=/opt/venv/bin:$PATH
+COPY requirements.txt /tmp/
+RUN python3 -m venv /opt/venv && pip install --no-cache-dir -r /tmp/requirements.txt
+WORKDIR /cookbook
+COPY . .
+CMD ["bash"]
