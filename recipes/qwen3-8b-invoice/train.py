@@ -30,6 +30,12 @@ import invoice
 import keeper
 
 
+def unlabel_after_end(row: dict, end: int) -> dict:
+    """No loss on what follows the end-of-turn token `end`: ChatML templates put a newline there, which is no answer."""
+    before = [None, *row["input_ids"][:-1]]
+    return {"labels": [-100 if token == end else label for token, label in zip(before, row["labels"], strict=True)]}
+
+
 def main():
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, inputs.RecipeArguments))
     guard.check_launch(parser, __file__, ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "zero3_offload"))
@@ -59,6 +65,10 @@ def main():
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
+    end = {"end": tokenizer.eos_token_id}
+    trainer.train_dataset = trainer.train_dataset.map(unlabel_after_end, fn_kwargs=end)
+    if trainer.eval_dataset is not None:
+        trainer.eval_dataset = trainer.eval_dataset.map(unlabel_after_end, fn_kwargs=end)
     keeper.watch(trainer)
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
 
