@@ -83,7 +83,7 @@ class Bench:
             self.rows.write_text("\n".join(lines) + "\n", encoding="utf-8")
         else:
             launching.tiny_rows(self.rows, folder, config)
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # others' notes
             tiny_model.write_tiny_model(self.family, self.model)
 
     def arguments(self, run: Path, processes: int) -> list[str]:

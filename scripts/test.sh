@@ -9,9 +9,9 @@ SECONDS=0
 source scripts/environment.sh
 make_environment
 echo "environment ready after $SECONDS s"
-ruff check .
-ruff format --check .
 status=0
-python -m pytest "$@" || status=$?
+ruff check . || status=1
+ruff format --check . || status=1
+python -m pytest "$@" || status=1
 echo "scripts/test.sh took $SECONDS s" >&2
 exit "$status"

@@ -215,7 +215,7 @@ def test_missing_places_are_refused(mxfp4, tmp_path):
 
 def test_too_small_a_disk_is_noticed_first(mxfp4, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")(10, 0, 10)
-    monkeypatch.setattr(export.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert "GB free" in refusal(mxfp4, tmp_path / "out")
     assert not list(tmp_path.rglob("*.safetensors"))
 

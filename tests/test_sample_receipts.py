@@ -17,7 +17,8 @@ sys.path.insert(0, str(RECIPE))
 
 from field_values import amount_readings, date_readings, same_reading  # noqa: E402
 
-from invoice import check_target, load_schema, prompt_messages, read_jsonl, target_text  # noqa: E402
+from inputs import read_file  # noqa: E402
+from invoice import check_target, load_schema, prompt_messages, target_text  # noqa: E402
 
 
 def generate(out_dir, *arguments):
@@ -26,7 +27,7 @@ def generate(out_dir, *arguments):
 
 
 def read(folder):
-    return {split: [row for _, row in read_jsonl(folder / f"{split}.jsonl")] for split in ("train", "test")}
+    return {split: [*read_file(folder / f"{split}.jsonl")] for split in ("train", "test")}
 
 
 @pytest.fixture(scope="module")

@@ -74,6 +74,7 @@ def main():
 
     if trainer.is_fsdp_enabled:  # checkpoints are sharded; the result is one whole model
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.model.config.use_cache = True  # training switched it off, and generation would be many times slower
     final = str(Path(training_args.output_dir, "final"))
     trainer.save_model(final)
     keeper.close_run(trainer, final)
