@@ -58,7 +58,8 @@ def test_quick_cells_cover_each_recipe_and_each_strategy():
 @pytest.mark.parametrize(("recipe", "config", "strategy", "precision"), cells())
 def test_trains_as_one_process_resumes_and_reloads(benches, table, recipe, config, strategy, precision):
     bench = benches(recipe, config, precision)
-    cell = bench.cell(strategy, start_again=OWN.get(recipe) == strategy and config == "config" and precision == "fp32")
+    # The guard is the same file everywhere, so one cell proves that a finished run is not trained again.
+    cell = bench.cell(strategy, start_again=(recipe, config, strategy) == ("llama-3.2-1b", "config", "zero2"))
     print(smoke.line(cell))
     table.append(cell)
     assert cell.error is None, cell.error

@@ -7,9 +7,16 @@ import pytest
 import smoke
 
 STEPS = 3
+QUICK = ("fsdp", "zero2")  # the two launchers of accelerate, torchrun's and DeepSpeed's; the others with --matrix
 
 
-@pytest.mark.parametrize("strategy", [name for name in launching.STRATEGIES if name != "single"])
+def strategies():
+    for strategy in launching.STRATEGIES:
+        if strategy != "single":
+            yield pytest.param(strategy, marks=[] if strategy in QUICK else [pytest.mark.matrix])
+
+
+@pytest.mark.parametrize("strategy", strategies())
 def test_two_launchers_train_as_one_process(benches, tmp_path, strategy):
     bench = benches("llama-3.2-1b")
     with socket.socket() as free:
