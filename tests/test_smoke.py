@@ -1,6 +1,7 @@
 """smoke.py fails where it should, says what is wrong in one line, and takes a copied folder."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LLAMA = ROOT / "recipes" / "llama-3.2-1b"
 
 
-def run_smoke(*arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / "smoke.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+def run_smoke(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / "smoke.py"), str(folder), *arguments]
+    environment = os.environ | {"TMPDIR": str(folder.parent)}  # a failed run is kept, and goes with the test's folder
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def copy(destination: Path, replace: dict[str, str] | None = None) -> Path:

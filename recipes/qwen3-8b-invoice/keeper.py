@@ -298,3 +298,4 @@ def close_run(trainer, final: str) -> None:
             file.chmod(file.stat().st_mode | (Path(final).stat().st_mode & 0o444))
     record(outcome="done", final=str(final), step=trainer.state.global_step)
     say(f"done: {final}")
+    PartialState().wait_for_everyone()  # a rank that leaves while another still writes can abort it
