@@ -12,8 +12,7 @@ import json
 import math
 import os
 import re
-import shutil
-import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -21,12 +20,11 @@ from pathlib import Path
 import psutil
 import pyarrow.compute as pc
 import torch
-import torch.distributed as dist
 import xxhash
 from accelerate import PartialState
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from guard import (
     RUN,
@@ -34,16 +32,14 @@ from guard import (
     agree,
     environment,
     exchange,
-    hardware,
     is_main,
     memory_problem,
     record,
     say,
-    strategy_problem,
 )
 from inputs import PATH_KEYS
+from watcher import MARK, Watcher, checkpoints, is_complete, lacks_state
 
-MARK = "complete.json"  # a checkpoint without it is not whole
 # Arguments that may differ between two starts of one run, because they do not decide its weights. What the batch
 # arguments and the number of processes decide together, the global batch, is compared by itself.
 FREE = re.compile(
@@ -51,25 +47,6 @@ FREE = re.compile(
     "project|trackio|disable_tqdm|dataloader_n|dataloader_p|dataset_num_proc|use_cpu|local_rank|ddp_|deepspeed|fsdp|do_|"
     "include_|prediction|debug|accelerator_config)"
 )
-
-
-def is_complete(checkpoint: Path) -> str | None:
-    """Why a checkpoint is not whole, or None: its mark lists every file that was on disk, with its size in bytes."""
-    try:
-        files = json.loads((checkpoint / MARK).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return "it carries no completeness mark: the save was cut off"
-    for name, size in files.items():
-        found = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
-        if found != size:
-            return f"{name} is {'missing' if found is None else f'{found} bytes'}, expected {size} bytes"
-    return None
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """checkpoint-N folders, newest first."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(found, key=lambda path: -int(path.name.removeprefix("checkpoint-")))
 
 
 def identity(script_args, training_args, model_args, recipe_args) -> dict:
@@ -86,6 +63,75 @@ def identity(script_args, training_args, model_args, recipe_args) -> dict:
     every["global_batch"] = training_args.train_batch_size * training_args.gradient_accumulation_steps
     every["global_batch"] *= every["world_size"]
     return json.loads(re.sub(SECRET, "***", json.dumps(every, default=str)))
+
+
+def can_move(before: dict, asked: dict, different: list[str]) -> bool:
+    """Whether a checkpoint continues with another number of processes: replicated or distributed state, same batch."""
+    one_file = {before["strategy"], asked["strategy"]} <= {"single", "ddp"}  # each rank holds all of it
+    return set(different) <= ({"world_size", "strategy"} if one_file else {"world_size"}) and (
+        one_file or asked["strategy"] == "fsdp"  # torch's distributed checkpoints are cut anew while loading
+    )
+
+
+def changes(before: dict, asked: dict, different: list[str]) -> str:
+    """What differs from the run that a folder holds, and the ways forward."""
+    told = "; ".join(f"{key} was {before.get(key)!r:.60}, now {asked.get(key)!r:.60}" for key in different)
+    ways = "Give the old values, or another --output_dir."
+    if can_move(before, asked, different):
+        ways = "To continue it with this number of processes, add --resume_from_checkpoint and the checkpoint's folder."
+    elif set(different) <= {"world_size", "strategy", "global_batch"}:
+        ways = (
+            f"Start it as before (global batch {before['global_batch']} = per_device_train_batch_size x "
+            "gradient_accumulation_steps x processes); or begin a new run with its weights: `python scripts/export.py "
+            "CHECKPOINT DEST`, then --model_name_or_path DEST and another --output_dir."
+        )
+        if {before["strategy"], asked["strategy"]} in ({"fsdp"}, {"single", "ddp"}, {"single"}, {"ddp"}):
+            ways += " With the same global batch a checkpoint also continues on another number of processes."
+    return f"{told}. {ways}"
+
+
+def named_problem(checkpoint: Path, reasons: dict) -> str | None:
+    """Why the checkpoint that --resume_from_checkpoint names cannot be continued from, or None."""
+    if reason := is_complete(checkpoint):
+        return f"resume_from_checkpoint {checkpoint}: {reason}."
+    later = [path for path, reason in reasons.items() if not reason and number(path) > number(checkpoint)]
+    if later:
+        return (
+            f"resume_from_checkpoint {checkpoint}: {', '.join(later)} is later, whole, and would be overwritten. Move it "
+            "away first, or choose another --output_dir."
+        )
+    return None
+
+
+def number(checkpoint: str | Path) -> int:
+    """The step of a checkpoint-N folder; -1 for another name."""
+    step = Path(checkpoint).name.rpartition("-")[2]
+    return int(step) if step.isdigit() else -1
+
+
+def forget_later(folder: Path, resume: str | None) -> None:
+    """Before training goes on from `resume`: nothing that will be written again may look finished meanwhile."""
+    for path in checkpoints(folder):
+        if number(path) > (number(resume) if resume else -1):
+            (path / MARK).unlink(missing_ok=True)
+    metrics = folder / "metrics.jsonl"
+    if metrics.is_file() and not resume:  # of a start that wrote no checkpoint
+        os.replace(metrics, folder / "metrics.old.jsonl")
+    elif metrics.is_file():
+        text = metrics.read_bytes()
+        if not text.endswith(b"\n"):  # cut off in the middle of a line
+            metrics.write_bytes(text[: text.rfind(b"\n") + 1])
+
+
+def hardware() -> dict:
+    """What the run record says of this machine."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "host": socket.gethostname(),
+        "gpus": gpus,
+        "cores": os.cpu_count(),
+        "memory": psutil.virtual_memory().total,
+    }
 
 
 def open_run(script_args, training_args, model_args, recipe_args) -> None:
@@ -114,6 +160,8 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
     config = AutoConfig.from_pretrained(name, revision=model_args.model_revision)
     agree("memory", memory_problem(config, model_args, training_args))
 
+    if token := training_args.hub_token:  # the trainer writes its arguments, whole, into every checkpoint
+        os.environ["HF_TOKEN"], training_args.hub_token = token, None
     RUN["folder"] = folder = Path(training_args.output_dir)
     problem, earlier, reasons = None, {}, {}
     if is_main():
@@ -129,15 +177,15 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
     agree("lock", problem)
     earlier, reasons = exchange("earlier", [earlier, reasons])[0]  # what rank 0 saw
     asked = identity(script_args, training_args, model_args, recipe_args)
-    before = earlier.get("arguments", asked)
-    different = [
-        f"{key} was {before.get(key)!r:.60}, now {asked.get(key)!r:.60}"
-        for key in sorted(before.keys() | asked.keys())
-        if before.get(key) != asked.get(key)
-    ]
-    if different and (reasons or earlier.get("outcome") == "done"):
-        changes = "; ".join(different)
-        problem = f"output_dir {folder} holds another run: {changes}. Give the old values, or another --output_dir."
+    before, resume = earlier.get("arguments", asked), training_args.resume_from_checkpoint
+    named = None if resume == "auto" else resume
+    different = sorted(key for key in before.keys() | asked.keys() if before.get(key) != asked.get(key))
+    if (
+        different
+        and (reasons or earlier.get("outcome") == "done")
+        and not (named and can_move(before, asked, different))
+    ):
+        problem = f"output_dir {folder} holds another run: {changes(before, asked, different)}"
     elif reasons and not earlier:
         problem = f"output_dir {folder} holds checkpoints without a run.json. Choose another --output_dir."
     agree("identity", problem)
@@ -145,18 +193,25 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
         say(f"This run is finished: {earlier.get('final')}. Nothing is left to train.")
         state.destroy_process_group()
         sys.exit(0)
-    if training_args.resume_from_checkpoint in (None, "auto"):  # the same command continues the run
+    if named:
+        problem = named_problem(Path(named), reasons)
+        if lacking := lacks_state(Path(named)):
+            say(f"warning: {named} holds no {lacking}: as asked for, that state starts anew.")
+    else:  # the same command continues the run
         for path, reason in reasons.items():
             if reason:
                 say(f"skipped {path}: {reason}")
-        training_args.resume_from_checkpoint = next((path for path, reason in reasons.items() if not reason), None)
-    else:
-        reason = is_complete(Path(training_args.resume_from_checkpoint))
-        problem = f"resume_from_checkpoint {training_args.resume_from_checkpoint}: {reason}."
-        agree("checkpoint", problem if reason else None)
-    say(f"resuming from {resume}" if (resume := training_args.resume_from_checkpoint) else "starting anew")
-    if is_main() and not resume and (folder / "metrics.jsonl").exists():  # of a start that wrote no checkpoint
-        os.replace(folder / "metrics.jsonl", folder / "metrics.old.jsonl")
+        resume = next((path for path, reason in reasons.items() if not reason), None)
+        if resume and (lacking := lacks_state(Path(resume))):
+            problem = (
+                f"{resume} holds no {lacking}, so it cannot continue this run. To go on from it all the same, with that "
+                f"state new, add `--resume_from_checkpoint {resume}`; or choose another --output_dir."
+            )
+    agree("checkpoint", problem)
+    training_args.resume_from_checkpoint = resume
+    if is_main():
+        forget_later(folder, resume)
+    say(f"resuming from {resume}" if resume else "starting anew")
     RUN["record"] = {"outcome": "running", "arguments": asked, "command": sys.argv, "versions": RUN["versions"]}
     RUN["record"] |= {
         "started": [*earlier.get("started", []), time.time()],
@@ -166,87 +221,8 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
     record()
 
 
-class Keeper(TrainerCallback):
-    """Watches a training: metrics as lines of JSON, whole checkpoints, SIGTERM, numbers that are not finite."""
-
-    def __init__(self, trainer):
-        self.trainer, self.terminated = trainer, False
-        self.keep = trainer.args.save_total_limit
-        trainer.args.save_total_limit = None  # the trainer removes old checkpoints before the new one has its mark
-        trainer.args.logging_nan_inf_filter = False  # it would show the last finite loss instead
-        signal.signal(signal.SIGTERM, self.on_sigterm)
-
-    def on_sigterm(self, *_):
-        self.terminated = True  # saving here would wait for ranks that are elsewhere: they agree at the end of the step
-
-    def on_train_begin(self, args, state, control, **_):
-        agree("strategy", strategy_problem(self.trainer))
-        world = environment("WORLD_SIZE", 1)
-        cpu = " on CPU (gloo), from the same launch file" if args.device.type == "cpu" else ""
-        batch = args.train_batch_size * args.gradient_accumulation_steps * world
-        say(
-            f"strategy {RUN['strategy']} over {world} process(es){cpu}; global batch {batch} = "
-            f"{args.train_batch_size} x {args.gradient_accumulation_steps} x {world}; {state.max_steps} steps, of which "
-            f"{args.get_warmup_steps(state.max_steps)} warm-up"
-        )
-
-    def on_step_end(self, args, state, control, **_):
-        flag = torch.tensor(float(self.terminated), device=args.device)
-        if dist.is_initialized():
-            dist.all_reduce(flag)
-        if flag.item():
-            self.terminated = control.should_save = control.should_training_stop = True
-
-    def on_save(self, args, state, control, **_):
-        PartialState().wait_for_everyone()
-        if not is_main():
-            return
-        os.sync()
-        folder = RUN["folder"] / f"checkpoint-{state.global_step}"
-        files = {
-            str(p.relative_to(folder)): p.stat().st_size
-            for p in sorted(folder.rglob("*"))
-            if p.is_file() and p.name != MARK
-        }
-        partial = folder / f"{MARK}.partial"
-        partial.write_text(
-            json.dumps({"step": state.global_step, "world_size": environment("WORLD_SIZE", 1), "files": files})
-        )
-        os.replace(partial, folder / MARK)
-        whole = [path for path in checkpoints(RUN["folder"]) if is_complete(path) is None]
-        for path in whole[self.keep :] if self.keep else []:
-            (path / MARK).unlink()
-            shutil.rmtree(path)
-
-    def on_log(self, args, state, control, logs=None, **_):
-        if is_main():
-            if args.device.type == "cuda":
-                logs["peak_memory_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
-            with open(RUN["folder"] / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, "time": time.time(), **logs}) + "\n")
-        for key in ("loss", "grad_norm", "eval_loss"):
-            if key in logs and not math.isfinite(logs[key]):
-                problem = (
-                    f"{key} is {logs[key]} at step {state.global_step}. Look at the rows of the last "
-                    f"{args.logging_steps:g} step(s), the learning rate and the precision; the checkpoints "
-                    "before it are whole."
-                )
-                agree("finite", problem)
-
-    def on_train_end(self, args, state, control, **_):
-        PartialState().wait_for_everyone()
-        if self.terminated and state.global_step < state.max_steps:
-            record(outcome="preempted", step=state.global_step)
-            say(
-                f"stopped by SIGTERM at step {state.global_step}, checkpoint written. "
-                "The same command continues the run."
-            )
-            PartialState().destroy_process_group()
-            os._exit(1)
-
-
 def watch(trainer) -> None:
-    """Stage 2, with the trainer built: what it will see, what is adapted, and the Keeper that follows the steps."""
+    """Stage 2, with the trainer built: what it will see, what is adapted, and the Watcher that follows the steps."""
     config = getattr(trainer.model, "peft_config", {}).get("default")
     found = getattr(getattr(trainer.model, "base_model", None), "targeted_parameter_names", [])
     asked = (config and config.target_parameters) or []
@@ -270,7 +246,7 @@ def watch(trainer) -> None:
         "private bytes", psutil.Process().memory_full_info().uss
     )  # host memory that each rank holds alone
     record(data=data, tokens=tokens, labelled_tokens=labelled, host_private_bytes=private)
-    trainer.add_callback(Keeper(trainer))
+    trainer.add_callback(Watcher(trainer))
 
 
 def close_run(trainer, final: str) -> None:

@@ -11,6 +11,7 @@ train.py makes four calls, in this order, and is a plain TRL script without them
 A problem on any rank stops all of them: the ranks exchange what they found, and rank 0 prints one paragraph.
 """
 
+import contextlib
 import copy
 import hashlib
 import importlib.metadata
@@ -18,6 +19,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import sys
 import time
@@ -97,9 +99,11 @@ def agree(stage: str, problem: str | None, patient: bool = False) -> None:
 
 
 def record(**changes) -> None:
-    """Update run.json by a rename, so that no reader sees half of it. Rank 0 only, once open_run has the folder."""
-    if not is_main() or "record" not in RUN:
+    """Update run.json by a rename, so that no reader sees half of it: rank 0, or the rank that failed."""
+    if "record" not in RUN or not (is_main() or changes.get("outcome") == "failed"):
         return
+    if not is_main():
+        RUN["record"] = json.loads((RUN["folder"] / "run.json").read_text(encoding="utf-8"))
     RUN["record"].update(changes, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     partial = RUN["folder"] / "run.json.partial"
     text = json.dumps(RUN["record"], indent=1, default=str, sort_keys=True)
@@ -114,17 +118,38 @@ def on_exception(kind, error, trace) -> None:
     """
     store = launcher_store(10)
     first = store is None or store.add("failed", 1) == 1
-    record(outcome="failed", error=f"{kind.__name__}: {error}"[:2000])
     if not first:
         return
+    full = disk_full(error)
+    with contextlib.suppress(OSError):
+        record(outcome="failed", error=full or f"{kind.__name__}: {error}"[:2000])
     last = traceback.extract_tb(trace)[-1].filename
     rank = "" if environment("WORLD_SIZE", 1) == 1 else f" (rank {environment('RANK', 0)})"
-    if issubclass(kind, ValueError | OSError) and Path(last).resolve().parent == Path(__file__).resolve().parent:
+    if full:
+        print(f"\nerror: {full}{rank}\n", file=sys.stderr, flush=True)
+    elif issubclass(kind, ValueError | OSError) and Path(last).resolve().parent == Path(__file__).resolve().parent:
         print(f"\nerror: {' '.join(str(error).split())}{rank}\n", file=sys.stderr, flush=True)
     else:
         print(f"\nerror: the run stopped at this point{rank}:", file=sys.stderr)
         traceback.print_exception(kind, error, trace)
         sys.stderr.flush()
+
+
+def disk_full(error: BaseException) -> str | None:
+    """What to say where `error` comes from a full disk under the run folder; libraries hide the system's reason."""
+    folder = RUN.get("folder")
+    if folder is None or not folder.is_dir():
+        return None
+    if "No space left" not in str(error) and shutil.disk_usage(folder).free > 16 * 2**20:
+        return None
+    cut_off = [path for path in folder.glob("checkpoint-*") if not (path / "complete.json").exists()]
+    for path in cut_off:  # of no use to anybody, and the record below needs room
+        shutil.rmtree(path, ignore_errors=True)
+    whole = ", ".join(sorted(path.name for path in folder.glob("checkpoint-*"))) or "no checkpoint"
+    return (
+        f"the disk of output_dir {folder} is full ({type(error).__name__}). Whole there: {whole}. Free some space and give "
+        "the same command: it continues from the newest whole checkpoint."
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- the launch line
@@ -318,14 +343,3 @@ def strategy_problem(trainer) -> str | None:
             "`dtype: float32` and `bf16: true`."
         )
     return None
-
-
-def hardware() -> dict:
-    """What the run record says of this machine."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "host": socket.gethostname(),
-        "gpus": gpus,
-        "cores": os.cpu_count(),
-        "memory": psutil.virtual_memory().total,
-    }
