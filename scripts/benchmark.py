@@ -1,0 +1,703 @@
+"""Tokens per second, MFU, memory and start-up of the recipes on one GPU, beside their peers, one lever at a time.
+
+    python scripts/benchmark.py run WORK --target llama --arms seed trl full --seconds 40 --budget 500
+    python scripts/benchmark.py run WORK --target qwen-lora --arms add drop        # every lever, on and off
+    python scripts/benchmark.py run WORK --target gpt-oss-120b --arms full --depth 4 8 12
+    python scripts/benchmark.py run WORK --target llama --arms full --rows dense:1024 dense:16384 --repeat 2
+    python scripts/benchmark.py run WORK --target llama --arms seed full --rehearse # tiny model, CPU
+    python scripts/benchmark.py list                                               # targets and arms, with their flags
+    python scripts/benchmark.py keep WORK/benchmark.jsonl                          # into docs/benchmark.json
+    python scripts/benchmark.py table README.md                                    # between the marks there
+    python scripts/benchmark.py plot docs/benchmark.svg
+
+Every arm is one process: the recipe's own train.py under its launch file (or TRL's sft.py, or Unsloth), started by
+bench_run.py, which exchanges rows and weights and holds the clock. The weights are random, in the published dimensions.
+The rows are random token ids with labels on all of them; their lengths are one frozen list (lognormal, mean 600, the
+same for every arm). A correctness gate (bench_gate.py) comes first. Each result is written as soon as it is there, and
+what WORK/benchmark.jsonl holds is not run again.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "scripts"
+KEPT = ROOT / "docs" / "benchmark.json"
+MEAN, SIGMA, SEED = 600, 1.0, 0  # of the document lengths: lognormal
+ATTENTION = {"attn_implementation": "flash_attention_4"}
+COMPILE = {
+    "torch_compile": True,
+    "env": {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true", "ACCELERATE_DYNAMO_USE_DYNAMIC": "true"},
+}
+NO_CHECKPOINTING = {"activation_checkpointing": False}
+
+
+@dataclass
+class Target:
+    """One row of the result table: what is trained, and the levers between its slowest and its fastest settings."""
+
+    recipe: str
+    model: tuple[str, str]  # family and size of tiny_model.py
+    trained: str  # flops.TRAINED
+    base: dict  # settings before any lever, all of them spelled out
+    levers: dict[str, dict]  # in order: each on top of those before it (add), and each taken from all (drop)
+    config: str = "config"
+    strategy: str = "single"
+    label: str = ""  # what a reader has to know beside the number
+    extra: dict[str, dict] = field(default_factory=dict)  # all levers, and this change
+    trl: dict | None = None  # what TRL's script needs beyond its defaults; None: no such arm
+    unsloth: dict | None = None
+
+
+def _batch(batch: int, accumulation: int = 1) -> dict:
+    return {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+
+
+def _packed(batch: int, accumulation: int = 1, length: int = 4096) -> dict:
+    return {"packing": True, "max_length": length} | _batch(batch, accumulation)
+
+
+def _unpacked(batch: int, accumulation: int, length: int) -> dict:
+    return _packed(batch, accumulation, length) | {"packing": False}
+
+
+def _lora(rank: int, *modules: str) -> dict:
+    return {"use_peft": True, "lora_r": rank, "lora_alpha": 2 * rank, "lora_target_modules": list(modules)}
+
+
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR_MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
+TARGETS = {
+    "llama": Target(
+        recipe="llama-3.2-1b",
+        model=("llama", "1b"),
+        trained="full",
+        strategy="zero1",
+        label="bf16 with fp32 masters (ZeRO-1)",
+        base=_unpacked(2, 1, 4096) | {"attn_implementation": "sdpa", "dtype": "float32"} | NO_CHECKPOINTING,
+        levers={
+            "FA4": ATTENTION,
+            "packed 8 x 4096": _packed(8),
+            "Liger norms, SwiGLU, rope": {"use_liger_kernel": True},
+            "regional compile": COMPILE,
+        },
+        extra={
+            "compile without Liger": {"use_liger_kernel": False},
+            "Liger without compile": {"torch_compile": False, "env": {}},
+            "fp32 weights, autocast": {"strategy": "single"},
+            "4 x 4096": _batch(4),
+            "16 x 4096": _batch(16),
+            "activation checkpointing": {"activation_checkpointing": True},
+            "fixed shapes": {"pad_to_multiple_of": 8 * 4096},
+        },
+        trl={},
+        unsloth={"full": True, "batch": 8, "accumulation": 1, "length": 4096, "checkpointing": False},
+    ),
+    "qwen-lora": Target(
+        recipe="qwen3-8b-invoice",
+        config="lora",
+        model=("qwen3", "8b"),
+        trained="lora",
+        label="bf16 base, fp32 adapter r16 on all linear layers",
+        base=_unpacked(2, 2, 4096)
+        | {"attn_implementation": "sdpa", "lora_dropout": 0.05, "activation_checkpointing": True},
+        levers={
+            "FA4": ATTENTION,
+            "packed 4 x 4096": _packed(4),
+            "LoRA dropout 0": {"lora_dropout": 0.0},
+            "no checkpointing, 2 x 4096 x 2": NO_CHECKPOINTING | _batch(2, 2),
+            "Liger norms, SwiGLU, rope": {"use_liger_kernel": True},
+            "regional compile": COMPILE,
+        },
+        extra={
+            "Liger without compile": {"torch_compile": False, "env": {}},
+            "compile without Liger": {"use_liger_kernel": False},
+            "checkpointing, 4 x 4096": {"activation_checkpointing": True} | _batch(4),
+            "3 x 4096": _batch(3),
+        },
+        trl=_lora(16, *LINEAR_MODULES),
+        unsloth={"rank": 16, "modules": LINEAR_MODULES, "batch": 4, "accumulation": 1, "length": 4096},
+    ),
+    "qwen-full": Target(
+        recipe="qwen3-8b-invoice",
+        model=("qwen3", "8b"),
+        trained="full",
+        label="fp32 weights, autocast, 8-bit Adam",
+        base=_unpacked(2, 2, 4096)
+        | {"attn_implementation": "sdpa", "optim": "adamw_8bit", "dtype": "float32", "activation_checkpointing": True},
+        levers={
+            "FA4": ATTENTION,
+            "packed 4 x 4096": _packed(4),
+            "Liger norms, SwiGLU, rope": {"use_liger_kernel": True},
+            "regional compile": COMPILE,
+        },
+        extra={
+            "bf16 weights": {"dtype": "bfloat16", "bf16_weights": True},
+            "Liger without compile": {"torch_compile": False, "env": {}},
+        },
+        trl={"optim": "adamw_8bit"},
+        unsloth={"full": True, "batch": 4, "accumulation": 1, "length": 4096, "optim": "adamw_8bit"},
+    ),
+    "gpt-oss-20b-lora": Target(
+        recipe="gpt-oss-20b",
+        model=("gpt-oss", "20b"),
+        trained="lora",
+        label="bf16 base, fp32 adapter r8 on attention",
+        base=_unpacked(1, 2, 2048)
+        | {"attn_implementation": "eager", "lora_dropout": 0.05, "activation_checkpointing": True},
+        levers={
+            "FA4": ATTENTION,
+            "packed 4 x 4096": _packed(4),
+            "LoRA dropout 0": {"lora_dropout": 0.0},
+            "no checkpointing, 2 x 4096 x 2": NO_CHECKPOINTING | _batch(2, 2),
+            "Liger norms, rope": {"use_liger_kernel": True},
+            "regional compile": COMPILE,
+        },
+        extra={
+            "Liger without compile": {"torch_compile": False, "env": {}},
+            "compile without Liger": {"use_liger_kernel": False},
+            "checkpointing, 8 x 4096": {"activation_checkpointing": True} | _batch(8),
+            "3 x 4096": _batch(3),
+        },
+        trl=_lora(8, *ATTENTION_MODULES) | {"dtype": "bfloat16"},
+        unsloth={"rank": 8, "modules": ATTENTION_MODULES, "batch": 4, "accumulation": 1, "length": 4096},
+    ),
+    "gpt-oss-20b-experts": Target(
+        recipe="gpt-oss-20b",
+        config="expert_lora",
+        model=("gpt-oss", "20b"),
+        trained="expert_lora",
+        label="bf16 base, fp32 adapter r8 on attention and experts",
+        base=_unpacked(1, 2, 2048) | {"attn_implementation": "eager", "activation_checkpointing": True},
+        levers={
+            "FA4": ATTENTION,
+            "packed 4 x 4096": _packed(4),
+            "8 x 4096": _batch(8),
+            "Liger norms, rope": {"use_liger_kernel": True},
+        },
+        trl=_lora(8, *ATTENTION_MODULES)
+        | {
+            "dtype": "bfloat16",
+            "lora_dropout": 0.0,
+            "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+        unsloth={
+            "rank": 8,
+            "modules": (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj"),
+            "batch": 4,
+            "accumulation": 1,
+            "length": 4096,
+        },
+    ),
+    "gpt-oss-20b-full": Target(
+        recipe="gpt-oss-20b",
+        model=("gpt-oss", "20b"),
+        trained="full",
+        label="pure bf16 weights, 8-bit Adam",
+        base=_unpacked(1, 2, 2048)
+        | {"attn_implementation": "eager", "use_peft": False, "optim": "adamw_8bit", "bf16_weights": True}
+        | {"activation_checkpointing": True, "learning_rate": 1e-6},
+        levers={"FA4": ATTENTION, "packed 2 x 4096 x 2": _packed(2, 2)},
+        extra={"4 x 4096": _batch(4)},
+    ),
+    "gpt-oss-120b": Target(
+        recipe="gpt-oss-120b",
+        model=("gpt-oss", "120b"),
+        trained="lora",
+        label="bf16 base, adapter on attention; depth cut",
+        base=_unpacked(1, 4, 2048)
+        | {"attn_implementation": "eager", "lora_dropout": 0.05, "activation_checkpointing": True},
+        levers={"FA4": ATTENTION, "packed 4 x 4096": _packed(4), "LoRA dropout 0": {"lora_dropout": 0.0}},
+        extra={"8 x 4096": _batch(8)},
+    ),
+}
+
+
+def arms(target: Target) -> dict[str, dict]:
+    """Every arm of a target by name, with its settings. `seed` has no lever, `full` has all, `default` the recipe's own."""
+    made, settings = {"default": {}, "seed": dict(target.base)}, dict(target.base)
+    for name, change in target.levers.items():
+        settings |= change
+        made[f"add: {name}"] = dict(settings)
+    made["full"] = settings
+    for name in target.levers:
+        others = dict(target.base)
+        for other, change in target.levers.items():
+            others |= {} if other == name else change
+        made[f"drop: {name}"] = others
+    made |= {f"full, {name}": settings | change for name, change in target.extra.items()}
+    if target.trl is not None:
+        made["trl"] = target.trl
+    if target.unsloth is not None:
+        made["unsloth"] = target.unsloth
+    # The last `add` is `full`; a recipe without that lever is not measured twice.
+    made.pop(f"add: {list(target.levers)[-1]}")
+    return made
+
+
+def chosen_arms(target: Target, wanted: list[str]) -> list[str]:
+    """Names of arms that `wanted` asks for: a name, the part before the colon (add, drop), or `extra`."""
+    names = []
+    for word in wanted:
+        fits = [n for n in arms(target) if n == word or n.startswith((f"{word}:", f"{word},"))]
+        fits += [n for n in arms(target) if word == "extra" and n.startswith("full, ")]
+        if not fits:
+            sys.exit(f"error: --arms {word}: there is no such arm. There are: {'; '.join(arms(target))}.")
+        names += [n for n in fits if n not in names and (word != "full" or n == "full")]
+    return names
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
+
+
+def document_lengths(kind: str, tokens: int, limit: int) -> np.ndarray:
+    """The frozen list: document lengths in tokens that come to at least `tokens` together, each at most `limit`.
+
+    kind: "real" (lognormal, mean 600), or "dense:N" (every document has N tokens).
+    """
+    if kind.startswith("dense:"):
+        size = int(kind.partition(":")[2])
+        return np.full(math.ceil(tokens / size), size)
+    draw = np.random.default_rng(SEED)
+    count = math.ceil(tokens / MEAN * 1.3) + 20
+    lengths = draw.lognormal(math.log(MEAN) - SIGMA**2 / 2, SIGMA, 1_000_000)[:count]
+    return np.clip(lengths, 16, limit).astype(int)
+
+
+def write_rows(path: Path, lengths: np.ndarray, vocabulary: int) -> Path:
+    """A parquet file of random token ids, `input_ids` and `labels` (the same: every token is trained)."""
+    import pyarrow
+    import pyarrow.parquet
+
+    draw = np.random.default_rng(SEED + 1)
+    # Above every special token of the tiny tokenizers, so that padding is told from data; below, where it is tiny.
+    low, high = (1000, vocabulary - 1000) if vocabulary > 4000 else (0, 256)
+    values = pyarrow.array(draw.integers(low, high, int(lengths.sum()), dtype=np.int64))
+    offsets = pyarrow.array(np.concatenate([[0], np.cumsum(lengths)]), pyarrow.int32())
+    ids = pyarrow.ListArray.from_arrays(offsets, values)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table({"input_ids": ids, "labels": ids}), path)
+    return path
+
+
+def model_folder(target: Target, work: Path, depth: int | None, rehearse: bool, weights: str) -> Path:
+    """A folder with config, tokenizer and, where they are to be read from files, weights; made on first use."""
+    family, size = target.model
+    folder = (
+        work
+        / "models"
+        / "-".join([family, "tiny" if rehearse else size, *([f"{depth}-layers"] if depth else []), weights])
+    )
+    if folder.is_dir():
+        return folder
+    import tiny_model
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    if weights == "file":  # in a process of its own: it takes the GPU
+        command = [sys.executable, SCRIPTS / "tiny_model.py", family, folder, "--dtype", "bfloat16"]
+        command += [] if rehearse else ["--size", size]
+        subprocess.run([*map(str, command), *(["--layers", str(depth)] if depth else [])], check=True)
+        return folder
+    tokenizer = tiny_model.build_tokenizer(family)
+    if rehearse:
+        config = tiny_model.build_config(family, tokenizer, depth or 2)
+    else:
+        config = tiny_model.build_real_config(family, size, tokenizer, depth)
+    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.dtype = "bfloat16"
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    GenerationConfig().save_pretrained(folder)
+    return folder
+
+
+# -------------------------------------------------------------------------------------------------------------- arms
+
+
+def command_line(target: Target, arm: str, settings: dict, model: Path, rows: Path, out: Path, options) -> list[str]:
+    """What starts one arm."""
+    flags = {"model_name_or_path": model, "output_dir": out, "save_strategy": "no", "eval_strategy": "no"}
+    flags |= {"max_steps": 10_000, "logging_steps": 5, "report_to": "none"}
+    flags |= {"use_cpu": True} if options.rehearse else {}
+    if arm == "unsloth":
+        return [sys.executable, str(SCRIPTS / "bench_unsloth.py"), str(model), json.dumps(settings)]
+    settings = {k: v for k, v in settings.items() if k not in ("env", "strategy", "bf16_weights")}
+    if arm == "trl":
+        import trl
+
+        script = [Path(trl.__file__).parent / "scripts" / "sft.py"]
+        flags |= {"dataset_name": rows.parent}
+    else:
+        script = [ROOT / "recipes" / target.recipe / "train.py", "--config", target.config]
+        flags |= {"dataset_name": rows, "assistant_only_loss": False}
+    strategy = arms(target).get(arm, {}).get("strategy", "single" if arm == "trl" else target.strategy)
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
+    command += [f"accelerate_configs/{strategy}.yaml", "--num_processes", "1", "--main_process_port", "0"]
+    command += [SCRIPTS / "bench_run.py", *script]
+    for key, value in (flags | settings).items():
+        if isinstance(value, list):
+            command += [f"--{key}", *value]
+        elif value is not None:
+            command += [f"--{key}", str(value).lower() if isinstance(value, bool) else value]
+    return [str(word) for word in command]
+
+
+class Arm:
+    """One arm's process. It imports at once and takes the device when `go` is called."""
+
+    def __init__(self, name: str, number: int, target: Target, key: dict, model: Path, rows: Path, options):
+        work = options.work
+        self.key, self.log = key, work / "logs" / f"{number:03}.log"
+        self.result, self.gate = work / "logs" / f"{number:03}.json", work / "logs" / f"{number:03}.go"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        for file in (self.result, self.gate):
+            file.unlink(missing_ok=True)
+        settings = arms(target)[name]
+        passed = {
+            "rows": str(rows),
+            "result": str(self.result),
+            "gate": str(self.gate),
+            "warmup": options.warmup,
+            "steps": options.steps,
+            "seconds": options.seconds,
+            "weights": options.weights,
+            "bf16_weights": settings.get("bf16_weights", False),
+            "profile": str(work / f"profile-{number:03}.txt") if options.profile else None,
+        }
+        environment = os.environ | {
+            "BENCH_OPTIONS": json.dumps(passed),
+            "BENCH_STARTED": str(time.time()),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+            **({"CUDA_VISIBLE_DEVICES": ""} if options.rehearse else {}),
+            **settings.get("env", {}),
+        }
+        command = command_line(target, name, settings, model, rows, work / "runs" / f"{number:03}", options)
+        with open(self.log, "w", encoding="utf-8") as output:
+            output.write(" ".join(command) + "\n")
+            output.flush()
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def finish(self, timeout: float) -> dict:
+        """Let it run, and return what it measured, or the error."""
+        self.gate.touch()
+        try:
+            code = self.process.wait(max(timeout, 1))
+        except subprocess.TimeoutExpired:
+            code = f"no result after {timeout:.0f} s"
+        self.stop()
+        if self.result.is_file():
+            return json.loads(self.result.read_text())
+        text = self.log.read_text(errors="replace")
+        places = [text.rfind(word) for word in ("Error", "error:")]
+        return {"error": f"exit code {code}", "output": text[max(max(places) - 800, 0) :][:2000]}
+
+    def stop(self) -> None:
+        """End the launcher and the process it started, which are a group of their own."""
+        if self.process.poll() is None or not self.result.is_file():
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+            self.process.wait()
+
+
+def figures(result: dict, config, lengths: np.ndarray, trained: str) -> dict:
+    """What follows from a result: F, MFU (of 989 TFLOP/s) and the share of the measured matmul ceiling (790)."""
+    import flops
+
+    count = flops.flops_per_token(config, lengths, trained)
+    rate = result["tokens_per_second"] * count
+    return {"flops_per_token": count, "mfu": rate / flops.PEAK, "share_of_ceiling": rate / flops.CEILING}
+
+
+def surroundings() -> dict:
+    """Versions and the day."""
+    names = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "flash-attn-4", "liger-kernel")
+    names += ("bitsandbytes", "unsloth")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"date": time.strftime("%Y-%m-%d"), "versions": found}
+
+
+def run(options) -> int:
+    """Measure the wanted arms, A B A B where they are repeated; each result becomes a line of WORK/benchmark.jsonl."""
+    from transformers import AutoConfig
+
+    begin, target = time.monotonic(), TARGETS[options.target]
+    options.work.mkdir(parents=True, exist_ok=True)
+    out = options.work / "benchmark.jsonl"
+    lines = [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
+    done = [line["key"] for line in lines if "error" not in line]
+    plan = []
+    for repeat in range(options.repeat):
+        for rows in options.rows:
+            for depth in options.depth or [None]:
+                for name in chosen_arms(target, options.arms):
+                    key = {"target": options.target, "arm": name, "rows": rows, "depth": depth, "repeat": repeat}
+                    key |= {"weights": options.weights, "rehearse": options.rehearse}
+                    plan += [] if key in done else [key]
+    if not options.no_gate and plan:
+        family, size = target.model
+        model = f"{family}:{'tiny' if options.rehearse else size}"
+        gate = subprocess.run(
+            [sys.executable, str(SCRIPTS / "bench_gate.py"), model, "--out", str(options.work / "gate.jsonl")],
+            cwd=ROOT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if options.rehearse else {}),
+        )
+        if gate.returncode:
+            sys.exit("error: the correctness gate did not pass, so no speed is measured. Its output stands above.")
+
+    def start(number: int) -> tuple[Arm, object, np.ndarray]:
+        key = plan[number]
+        settings, limit = arms(target)[key["arm"]], 256 if options.rehearse else 10**9
+        model = model_folder(target, options.work, key["depth"], options.rehearse, options.weights)
+        config = AutoConfig.from_pretrained(model)
+        length = int(settings.get("max_length") or settings.get("length") or (1024 if key["arm"] == "trl" else 4096))
+        batch = settings.get("per_device_train_batch_size", settings.get("batch", 8))
+        batch *= settings.get("gradient_accumulation_steps", settings.get("accumulation", 1))
+        # Enough for every timed step, counted as if all rows were full; the loader starts over where they end.
+        tokens = min(length * batch * (options.warmup + options.steps), 8_000_000)
+        rows = document_lengths(key["rows"], 4000 if options.rehearse else tokens, min(4096, limit))
+        file = write_rows(options.work / "rows" / f"{number:03}" / "train.parquet", rows, config.vocab_size)
+        arm = Arm(key["arm"], len(lines) + number, target, key, model, file, options)
+        return arm, config, np.minimum(rows, length)
+
+    failed, following = 0, start(0) if plan else None
+    for number, key in enumerate(plan):
+        left = options.budget - (time.monotonic() - begin)
+        arm, config, rows = following
+        following = None
+        if left < options.reserve:
+            arm.stop()
+            print(f"budget: {len(plan) - number} arms are not run", flush=True)
+            break
+        if options.overlap and number + 1 < len(plan):
+            following = start(number + 1)
+        result = arm.finish(min(left - 5, options.arm_limit))
+        line = {"key": key, "label": target.label, "settings": arms(target)[key["arm"]], **surroundings(), **result}
+        if "error" not in result:
+            line |= figures(result, config, rows, target.trained)
+        failed += "error" in result
+        with open(out, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print(summary(line), flush=True)
+        if following is None and number + 1 < len(plan):
+            following = start(number + 1)
+    else:
+        following = None
+    if following is not None:
+        following[0].stop()
+    return int(failed > 0)
+
+
+def summary(line: dict) -> str:
+    """One line for the terminal."""
+    key = line["key"]
+    name = f"{key['target']} | {key['arm']} | {key['rows']}" + (f" | {key['depth']} layers" if key["depth"] else "")
+    if "error" in line:
+        return f"{name} | {line['error']}\n{line.get('output', '')}"
+    memory = f"{line['peak_gib']['allocated']:.1f} GiB" if "peak_gib" in line else ""
+    start = ", ".join(f"{part} {seconds:.1f}" for part, seconds in line["startup"].items())
+    return (
+        f"{name} | {line['tokens_per_second']:.0f} tok/s | MFU {line['mfu']:.1%} | {memory} | "
+        f"{line['step_seconds']:.3f} s x {line['steps']} | start: {start} | loss {list(line['loss'].values())[:3]}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def keep(options) -> int:
+    """Add measured lines to docs/benchmark.json; a line with the key of one that is there takes its place."""
+    kept = json.loads(KEPT.read_text())["results"] if KEPT.is_file() else []
+    for path in options.files:
+        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            line.pop("output", None)
+            kept = [other for other in kept if other["key"] != line["key"]] + [line]
+    KEPT.write_text(json.dumps({"results": kept}, indent=1) + "\n", encoding="utf-8")
+    print(f"{KEPT}: {len(kept)} results")
+    return 0
+
+
+def grouped(results: list[dict]) -> dict[tuple, list[dict]]:
+    """Results by what was measured; the repeats of one arm stand together."""
+    groups = {}
+    for line in results:
+        key = line["key"]
+        groups.setdefault((key["target"], key["rows"], key["depth"], key["arm"]), []).append(line)
+    return groups
+
+
+def fit(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Least squares of seconds a token against the number of layers: (a, b) of t = a + b L. Needs two depths."""
+    slope, offset = np.polyfit(*zip(*points, strict=True), 1)
+    return float(offset), float(slope)
+
+
+def table(results: list[dict]) -> str:
+    """The Markdown table: medians over the processes of an arm, their spread, and what each arm's loss was."""
+    lines = [
+        "| target | arm | tok/s | spread | trained tok/s | MFU | of ceiling | GiB | to step 1, s | loss, steps 1-5 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    depths = {}
+    for (target, rows, depth, arm), repeats in grouped(results).items():
+        place = f"{target}" + (f", {depth} layers" if depth else "") + ("" if rows == "real" else f", {rows}")
+        good = [line for line in repeats if "error" not in line]
+        if not good:
+            lines.append(f"| {place} | {arm} | {repeats[-1]['error']} | | | | | | | |")
+            continue
+
+        def middle(*path, good=good):
+            values = []
+            for line in good:
+                for part in path:
+                    line = line.get(part) or {}
+                values += [line] if line else []
+            return statistics.median(values) if values else math.nan
+
+        rates = [line["tokens_per_second"] for line in good]
+        spread = (max(rates) - min(rates)) / statistics.median(rates)
+        loss = next(iter(good[-1]["loss"].values()), math.nan)
+        lines.append(
+            f"| {place} | {arm} | {middle('tokens_per_second'):,.0f} | {f'{spread:.1%}' if len(good) > 1 else '-'} | "
+            f"{middle('trained_tokens_per_second'):,.0f} | {middle('mfu'):.1%} | {middle('share_of_ceiling'):.1%} | "
+            f"{middle('peak_gib', 'allocated'):.1f} | {middle('startup', 'total'):.0f} | {loss:.4f} |"
+        )
+        if depth:
+            depths.setdefault((target, rows, arm), []).append((depth, 1 / statistics.median(rates)))
+    notes = []
+    for (target, rows, arm), points in depths.items():
+        if len(points) > 1:
+            offset, slope = fit(points)
+            speed = 1 / (offset + 36 * slope)
+            notes.append(
+                f"{target}, {arm}, {rows}: microseconds a token = {offset * 1e6:.1f} + {slope * 1e6:.2f} L from depths "
+                f"{', '.join(str(depth) for depth, _ in points)}; extrapolated, not measured, to 36 layers: "
+                f"{speed:,.0f} tok/s on a GPU that could hold them."
+            )
+    last = next((line for line in reversed(results) if "error" not in line), None)
+    if last:
+        versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
+        notes.append(
+            f"{last['device']}; {last['date']}; {versions}. Tokens are those that are no padding. MFU: causal model FLOPs "
+            "(scripts/flops.py) over 989 TFLOP/s; the ceiling is a measured bf16 matrix product, 790 TFLOP/s. Medians of "
+            "steps; spread: between processes."
+        )
+    return "\n".join(lines + [text for note in notes for text in ("", note)])
+
+
+def write_table(options) -> int:
+    """Put the table between the marks of a Markdown file, or print it."""
+    results = [line for line in json.loads(KEPT.read_text())["results"] if not line["key"]["rehearse"]]
+    made = table(results)
+    if options.file is None:
+        print(made)
+        return 0
+    text = options.file.read_text(encoding="utf-8")
+    begin, end = "<!-- benchmark table -->", "<!-- end of benchmark table -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        sys.exit(f"error: {options.file} needs the lines {begin} and {end} once each.")
+    options.file.write_text(f"{text.split(begin)[0]}{begin}\n{made}\n{end}{text.split(end)[1]}", encoding="utf-8")
+    return 0
+
+
+def plot(options) -> int:
+    """Bars of tokens per second for each target's arms, as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    results = [r for r in json.loads(KEPT.read_text())["results"] if "error" not in r and not r["key"]["rehearse"]]
+    by_target = {}
+    for (target, rows, _, arm), repeats in grouped([r for r in results if not r["key"]["depth"]]).items():
+        if rows == "real":
+            rate = statistics.median(r["tokens_per_second"] for r in repeats)
+            by_target.setdefault(target, {})[arm] = (rate, statistics.median(r["mfu"] for r in repeats))
+    if not by_target:
+        sys.exit(f"error: {KEPT} holds no results to plot. Measure some first: python scripts/benchmark.py run ...")
+    heights = [len(found) + 1 for found in by_target.values()]
+    figure, axes = pyplot.subplots(
+        len(by_target), figsize=(8, 0.32 * sum(heights) + 0.6), squeeze=False, height_ratios=heights
+    )
+    for axis, (target, found) in zip(axes[:, 0], by_target.items(), strict=True):
+        bars = axis.barh(list(found), [rate for rate, _ in found.values()])
+        axis.bar_label(bars, [f"{rate:,.0f} ({mfu:.0%})" for rate, mfu in found.values()], padding=3)
+        axis.set_title(f"{target}, tokens/s (MFU)", loc="left")
+        axis.invert_yaxis()
+        axis.margins(x=0.18)
+    figure.tight_layout()
+    figure.savefig(options.picture)
+    return 0
+
+
+def show(options) -> int:
+    """Print every target's arms with what they change."""
+    for name, target in TARGETS.items():
+        print(f"\n{name}: recipes/{target.recipe}, {target.config}.yaml, {target.strategy}.yaml; {target.label}")
+        for arm, settings in arms(target).items():
+            print(f"  {arm:36} {json.dumps(settings)}")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    verb = verbs.add_parser("run", help="measure")
+    verb.set_defaults(do=run)
+    verb.add_argument("work", type=lambda text: Path(text).absolute(), help="folder for models, rows, logs, results")
+    verb.add_argument("--target", choices=TARGETS, required=True)
+    verb.add_argument("--arms", nargs="+", default=["seed", "trl", "full"], help="names, or add, drop, extra")
+    verb.add_argument("--rows", nargs="+", default=["real"], help="real, or dense:N for documents of N tokens")
+    verb.add_argument("--depth", nargs="+", type=int, help="layers, in place of the published number")
+    verb.add_argument("--repeat", type=int, default=1, help="processes an arm, interleaved")
+    verb.add_argument("--warmup", type=int, default=10, help="steps before the timed ones")
+    verb.add_argument("--steps", type=int, default=30, help="timed steps")
+    verb.add_argument("--seconds", type=float, default=90, help="an arm ends this long after its first step")
+    verb.add_argument("--arm-limit", type=float, default=240, help="an arm without a result is stopped after this long")
+    verb.add_argument("--budget", type=float, default=560, help="seconds for all; what is measured by then is written")
+    verb.add_argument("--reserve", type=float, default=45, help="no arm is begun with less than these seconds left")
+    verb.add_argument("--weights", choices=["device", "file"], default="device", help="made there, or read from a file")
+    verb.add_argument(
+        "--overlap", action="store_true", help="the next arm imports while one trains: start-up is blurred"
+    )
+    verb.add_argument("--profile", action="store_true", help="write a profile of three steps of each arm, untimed use")
+    verb.add_argument("--no-gate", action="store_true", help="leave the correctness gate out")
+    verb.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
+    verbs.add_parser("list", help="targets and arms").set_defaults(do=show)
+    verb = verbs.add_parser("keep", help="add results to docs/benchmark.json")
+    verb.set_defaults(do=keep)
+    verb.add_argument("files", nargs="+", type=Path)
+    verb = verbs.add_parser("table", help="write or print the table")
+    verb.set_defaults(do=write_table)
+    verb.add_argument("file", nargs="?", type=Path)
+    verb = verbs.add_parser("plot", help="draw the bars")
+    verb.set_defaults(do=plot)
+    verb.add_argument("picture", type=Path)
+    options = parser.parse_args()
+    return options.do(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
