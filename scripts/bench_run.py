@@ -177,6 +177,7 @@ def exchange_weights(options: dict) -> None:
             with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
                 model = cls._from_config(config, **taken)
             model.generation_config = GenerationConfig.from_pretrained(folder)
+            model.name_or_path = model.config._name_or_path = str(folder)
         MARKS.load += time.time() - begin
         return model
 

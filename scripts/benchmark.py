@@ -385,6 +385,8 @@ class Arm:
             **({"CUDA_VISIBLE_DEVICES": ""} if options.rehearse else {}),
             **settings.get("env", {}),
         }
+        if name == "unsloth":
+            environment["PYTHONPATH"] = str(options.unsloth_site or "")
         command = command_line(target, name, settings, model, rows, work / "runs" / f"{number:03}", options)
         with open(self.log, "w", encoding="utf-8") as output:
             output.write(" ".join(command) + "\n")
