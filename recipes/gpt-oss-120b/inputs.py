@@ -4,29 +4,34 @@ The same file, to the byte, lies in every recipe folder; `scripts/sync_guard.py 
 
 The way of the data: a Hub dataset, a file or a folder -> raw rows (`read_file`) -> one conversation each, by the
 recipe's own `to_conversation`, checked (`check_conversation`) -> rows that fit `max_length` (`load_rows`) -> TRL's SFTTrainer,
-which renders, tokenizes and masks them.
+which renders, tokenizes and masks them. A folder that scripts/prepare_data.py wrote holds what comes out at the end.
 """
 
 import csv
 import difflib
-import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
 import yaml
 from accelerate import PartialState
 from datasets import Dataset, Features, Json, List, Value, load_dataset
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
+import prepared
+
 FILE_KINDS = (".jsonl", ".json", ".csv", ".parquet")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PATH_KEYS = ("output_dir", "chat_template_path", "schema_file", "dataset_name", "model_name_or_path")
+FIRST: int | None = None  # how many rows of each split are read; scripts that only look set it
+COUNTS: dict[str, dict] = {}  # what became of the rows, by split; scripts read it
 RENAMED = {
     "warmup_ratio": "warmup_steps (a number below 1 is a share of all steps)",
     "torch_dtype": "dtype",
@@ -268,11 +273,11 @@ def check_conversation(row: dict) -> str | None:
     return None
 
 
-def _generate(files, hub, to_conversation, group_by, stamp):
+def _generate(files, hub, to_conversation, group_by, first, stamp):
     """Checked rows; one that cannot be used keeps its number and the reason. `stamp` only enters the cache key."""
     rows = (row for path in files for row in read_file(Path(path))) if files else hub
     number = 0
-    for number, raw in enumerate(rows, 1):
+    for number, raw in enumerate(islice(rows, first), 1):
         conversation = {}
         try:
             conversation = to_conversation(raw)
@@ -295,9 +300,7 @@ def _read_split(script_args, recipe_args, to_conversation: Callable, split: str)
         files = [str(path) for path in local_files(name, split)]
         if not files:
             return None
-        for path in files:
-            with open(path, "rb") as file:
-                stamp.append(hashlib.file_digest(file, "sha256").hexdigest())
+        stamp += map(prepared.file_digest, files)
     elif Path(name).suffix in FILE_KINDS or name.startswith((".", "/")):
         raise RowError(f"dataset_name: there is no file or folder {name!r} (looked in {os.getcwd()}).")
     else:
@@ -308,15 +311,14 @@ def _read_split(script_args, recipe_args, to_conversation: Callable, split: str)
                 f"dataset_name: {name!r} is no file or folder here, and the Hub did not give its split {split!r} "
                 f"({type(error).__name__}: {error}). Check the name, the network and, for a gated dataset, HF_TOKEN."
             ) from None
-    # Rows are cached on disk. The key covers the code that reads them: it, too, may be edited between two runs.
-    code = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".py", ".json"))
-    stamp += [hashlib.sha256(path.read_bytes()).hexdigest() for path in code]
+    stamp += prepared.recipe_files()  # rows are cached on disk
     features = {"row": Value("int64"), "problem": Value("string"), "group": Value("string"), "conversation": Json()}
     arguments = {
         "files": tuple(files),
         "hub": hub,
         "to_conversation": to_conversation,
         "group_by": recipe_args.group_by,
+        "first": FIRST,
     }
     try:
         return Dataset.from_generator(
@@ -330,69 +332,115 @@ def _read_split(script_args, recipe_args, to_conversation: Callable, split: str)
         raise error from None
 
 
-def _expand(row: dict, template_kwargs: dict, tokenizer, template: str) -> dict:
-    """The columns that SFTTrainer reads, and the length that it will get."""
-    if row["problem"]:
-        return {"tokens": 0}
-    conversation = row["conversation"]
-    messages = conversation.get("messages") or conversation["prompt"] + conversation["completion"]
-    try:
-        ids = tokenizer.apply_chat_template(messages, chat_template=template, return_dict=False, **template_kwargs)
-    except Exception as error:  # templates raise what they like
-        return {"tokens": 0, "problem": f"the chat template refuses it: {error}"}
-    return {**conversation, "tokens": len(ids)}
-
-
-def _fitting(rows: Dataset, recipe_args, training_args, tokenizer, name: str) -> tuple[Dataset, str]:
-    """Rows that can be learned from, and what became of the others. Raises RowError where `unfit_rows` is `error`."""
+def template_of(training_args, tokenizer) -> str:
+    """The chat template that SFTTrainer will render."""
     template = tokenizer.chat_template
     if path := training_args.chat_template_path:
         template = Path(path).read_text(encoding="utf-8")
     if training_args.assistant_only_loss and not has_generation_markers(template):
-        template = get_training_chat_template(tokenizer)  # what SFTTrainer will render
+        template = get_training_chat_template(tokenizer)
+    return template
+
+
+def _expand(rows: dict, columns: tuple, template_kwargs: dict, tokenizer, template: str) -> dict:
+    """The columns that SFTTrainer reads, and the length that each row will get."""
+    render = partial(tokenizer.apply_chat_template, chat_template=template, return_dict=False, **template_kwargs)
+    sound = [row for row, problem in zip(rows["conversation"], rows["problem"], strict=True) if not problem]
+    messages = [[message for column in columns for message in row[column]] for row in sound]
+    try:
+        found = iter([(None, len(ids)) for ids in render(messages)] if messages else [])  # a batch uses all cores
+    except Exception:  # templates raise what they like: which row is it?
+
+        def one(conversation):
+            try:
+                return None, len(render(conversation))
+            except Exception as error:
+                return f"the chat template refuses it: {error}", 0
+
+        found = iter([one(conversation) for conversation in messages])
+    lengths = [(problem, 0) if problem else next(found) for problem in rows["problem"]]
+    made = {column: [row.get(column) for row in rows["conversation"]] for column in columns}
+    made["chat_template_kwargs"] = [template_kwargs] * len(lengths)
+    return made | {"problem": [problem for problem, _ in lengths], "tokens": [tokens for _, tokens in lengths]}
+
+
+def _fitting(rows: Dataset, recipe_args, training_args, tokenizer, name: str) -> tuple[Dataset, str]:
+    """Rows that can be learned from, and what became of the others. Raises RowError where `unfit_rows` is `error`."""
     sample = next((row["conversation"] for row in rows if not row["problem"]), {})
     columns = ("messages",) if "messages" in sample else ("prompt", "completion")
     features = rows.features | {column: List(Json()) for column in columns}
-    features = Features(features | {"tokens": Value("int64"), "chat_template_kwargs": Json()})
-    expand = partial(_expand, template_kwargs=recipe_args.chat_template_kwargs, tokenizer=tokenizer, template=template)
     rows = rows.map(
-        lambda row: (
-            {column: None for column in columns}
-            | {"problem": row["problem"], "chat_template_kwargs": recipe_args.chat_template_kwargs}
-            | expand(row)
-        ),
-        features=features,
+        _expand,
+        fn_kwargs={
+            "columns": columns,
+            "template_kwargs": recipe_args.chat_template_kwargs,
+            "tokenizer": tokenizer,
+            "template": template_of(training_args, tokenizer),
+        },
+        batched=True,
+        features=Features(features | {"tokens": Value("int64"), "chat_template_kwargs": Json()}),
         num_proc=training_args.dataset_num_proc,
         desc=f"Checking {name} rows",
     )
-    problems = dict(zip(rows["row"], rows["problem"], strict=True))
-    limit = training_args.max_length or sys.maxsize
-    bad = [f"row {number}: {problem}" for number, problem in problems.items() if problem]
-    long = [
-        f"row {number}: {tokens} tokens, max_length is {limit}"
-        for number, tokens in zip(rows["row"], rows["tokens"], strict=True)
-        if tokens > limit
-    ]
-    drop = recipe_args.unfit_rows == "drop"
-    unfit = [] if drop else bad if recipe_args.unfit_rows == "cut" else bad + long
-    if unfit:
+    facts = rows.select_columns(["row", "problem", "tokens"]).with_format("arrow")[:]  # a few bytes a row
+    numbers, tokens = facts["row"].to_numpy(), facts["tokens"].to_numpy()
+    limit, drop = training_args.max_length or sys.maxsize, recipe_args.unfit_rows == "drop"
+    is_bad, is_long = facts["problem"].is_valid().to_numpy(), tokens > limit
+    bad = [f"row {numbers[i]}: {facts['problem'][int(i)]}" for i in np.flatnonzero(is_bad)[:5]]
+    long = [f"row {numbers[i]}: {tokens[i]} tokens, max_length is {limit}" for i in np.flatnonzero(is_long)[:5]]
+    is_unfit = is_bad if recipe_args.unfit_rows == "cut" else is_bad | is_long
+    if is_unfit.any() and not drop:
+        reasons = bad if recipe_args.unfit_rows == "cut" else bad + long
         raise RowError(
-            f"{name} data: {len(unfit)} of {len(rows)} rows do not fit. {'; '.join(unfit[:5])}"
-            f"{'; ...' if unfit[5:] else ''}. Mend them, or raise --max_length, or say what to do with them: "
+            f"{name} data: {is_unfit.sum()} of {len(rows)} rows do not fit. {'; '.join(reasons[:5])}"
+            f"{'; ...' if is_unfit.sum() > 5 else ''}. Mend them, or raise --max_length, or say what to do with them: "
             "--unfit_rows drop leaves them out"
             + (", --unfit_rows cut cuts the long ones (their answers lose the end)." if long else ".")
         )
-    kept = [
-        i
-        for i, (problem, tokens) in enumerate(zip(rows["problem"], rows["tokens"], strict=True))
-        if not problem and not (drop and tokens > limit)
-    ]
-    if not kept:
+    kept = np.flatnonzero(~is_unfit)
+    if not len(kept):
         raise RowError(f"{name} data: none of {len(rows)} rows can be used. {'; '.join((bad + long)[:5])}")
-    lost = len(rows) - len(kept)
-    report = f"{name}: {len(rows)} rows read, {len(kept)} kept, {lost} dropped, {0 if drop else len(long)} cut"
+    cut = 0 if drop else int(is_long.sum())
+    report = f"{name}: {len(rows)} rows read, {len(kept)} kept, {len(rows) - len(kept)} dropped, {cut} cut"
     report += f" ({'; '.join((bad + long)[:3])})" if bad or long else ""
+    COUNTS[name] = {"read": len(rows), "kept": len(kept), "malformed": int(is_bad.sum()), "long": int(is_long.sum())}
+    COUNTS[name] |= {"cut": cut, "reasons": (bad + long)[:3], "longest": int(tokens.max())}
     return rows.select(kept), report
+
+
+def _groups(rows: Dataset):
+    """The column `group` as an Arrow dictionary array."""
+    return rows.select_columns("group").with_format("arrow")[:]["group"].combine_chunks().dictionary_encode()
+
+
+def _load(script_args, training_args, recipe_args, tokenizer, to_conversation):
+    """Training and evaluation rows that fit, from their source, and what became of the others."""
+    train = _read_split(script_args, recipe_args, to_conversation, script_args.dataset_train_split)
+    if train is None:
+        raise RowError(f"dataset_name: {script_args.dataset_name} holds no file of rows ({', '.join(FILE_KINDS)}).")
+    train, report = _fitting(train, recipe_args, training_args, tokenizer, "training")
+    held_out = None
+    if training_args.eval_strategy != "no" and recipe_args.eval_fraction == 0:
+        held_out = _read_split(script_args, recipe_args, to_conversation, script_args.dataset_test_split)
+        if held_out is None:
+            raise RowError(
+                f"eval_fraction is 0 and {script_args.dataset_name} has no split "
+                f"{script_args.dataset_test_split!r}. Name one with --dataset_test_split, or hold rows out with "
+                "--eval_fraction 0.05, or set --eval_strategy no."
+            )
+        held_out, more = _fitting(held_out, recipe_args, training_args, tokenizer, "evaluation")
+        report += f"\n{more}"
+    elif training_args.eval_strategy != "no":
+        groups = _groups(train)
+        chosen = pc.sort_indices(groups.dictionary).to_numpy()  # numbers instead of names: a million fit anywhere
+        chosen = np.random.default_rng(training_args.data_seed or training_args.seed).permutation(chosen)
+        chosen = chosen[: max(1, round(len(chosen) * recipe_args.eval_fraction))]
+        inside = np.isin(groups.indices.to_numpy(), chosen)
+        if inside.all():
+            raise RowError(f"training data: {len(train)} row(s) leave nothing to hold out for evaluation; add rows.")
+        held_out, train = train.select(np.flatnonzero(inside)), train.select(np.flatnonzero(~inside))
+        report += f"; {len(held_out)} of them held out for evaluation"
+    return train, held_out, report
 
 
 def load_rows(script_args, training_args, recipe_args, tokenizer, to_conversation: Callable = chat):
@@ -402,37 +450,26 @@ def load_rows(script_args, training_args, recipe_args, tokenizer, to_conversatio
     reason for a bad row and KeyError naming the wanted columns. Returns (train, eval or None). Raises RowError.
     The numbers of the evaluation rows are kept in the run folder, eval_rows.json.
     """
-    with PartialState().local_main_process_first():
-        train = _read_split(script_args, recipe_args, to_conversation, script_args.dataset_train_split)
-        if train is None:
-            raise RowError(f"dataset_name: {script_args.dataset_name} holds no file of rows ({', '.join(FILE_KINDS)}).")
-        train, report = _fitting(train, recipe_args, training_args, tokenizer, "training")
-        held_out = None
-        if training_args.eval_strategy != "no" and recipe_args.eval_fraction == 0:
-            held_out = _read_split(script_args, recipe_args, to_conversation, script_args.dataset_test_split)
-            if held_out is None:
-                raise RowError(
-                    f"eval_fraction is 0 and {script_args.dataset_name} has no split "
-                    f"{script_args.dataset_test_split!r}. Name one with --dataset_test_split, or hold rows out with "
-                    "--eval_fraction 0.05, or set --eval_strategy no."
-                )
-            held_out, more = _fitting(held_out, recipe_args, training_args, tokenizer, "evaluation")
-            report += f"\n{more}"
-        elif training_args.eval_strategy != "no":
-            groups = np.unique(train["group"])
-            chosen = np.random.default_rng(training_args.data_seed or training_args.seed).permutation(groups)
-            chosen = set(chosen[: max(1, round(len(groups) * recipe_args.eval_fraction))].tolist())
-            inside = np.array([group in chosen for group in train["group"]])
-            if inside.all():
-                raise RowError(
-                    f"training data: {len(train)} row(s) leave nothing to hold out for evaluation; add rows."
-                )
-            held_out, train = train.select(np.flatnonzero(inside)), train.select(np.flatnonzero(~inside))
-            report += f"; {len(held_out)} of them held out for evaluation"
-    if PartialState().is_main_process:
+    state = PartialState()
+    if prepared.is_prepared(script_args.dataset_name):
+        key = prepared.key(training_args, recipe_args, tokenizer, template_of(training_args, tokenizer))
+        train, held_out, record = prepared.load(script_args.dataset_name, key, training_args)
+        report, numbers = f"{script_args.dataset_name}: {record['report']}", record["eval_rows"]
+        COUNTS.update(record["counts"])
+    else:
+        # A cache that all machines share is filled once, one of its own on each machine; SFTTrainer does it this way, too.
+        with state.main_process_first(), state.local_main_process_first():
+            train, held_out, report = _load(script_args, training_args, recipe_args, tokenizer, to_conversation)
+        numbers = list(held_out["row"]) if held_out is not None else []
+        if held_out is not None and recipe_args.group_by:
+            shared = np.intersect1d(*(_groups(rows).dictionary.to_pylist() for rows in (train, held_out)))
+            COUNTS["groups"] = {"column": recipe_args.group_by, "shared": shared.tolist()[:100]}
+        COUNTS["report"], COUNTS["eval_rows"] = report, numbers
+        spare = ["row", "problem", "group", "conversation", "tokens"]
+        train, held_out = (rows.remove_columns(spare) if rows is not None else None for rows in (train, held_out))
+    if state.is_main_process:
         print(report, flush=True)
         if held_out is not None:
             Path(training_args.output_dir).mkdir(parents=True, exist_ok=True)
-            Path(training_args.output_dir, "eval_rows.json").write_text(json.dumps(list(held_out["row"])))
-    spare = ["row", "problem", "group", "conversation", "tokens"]
-    return train.remove_columns(spare), held_out.remove_columns(spare) if held_out is not None else None
+            Path(training_args.output_dir, "eval_rows.json").write_text(json.dumps(numbers))
+    return train, held_out

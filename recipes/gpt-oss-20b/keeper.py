@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import re
 import socket
 import sys
@@ -100,6 +101,39 @@ def named_problem(checkpoint: Path, reasons: dict) -> str | None:
             f"resume_from_checkpoint {checkpoint}: {', '.join(later)} is later, whole, and would be overwritten. Move it "
             "away first, or choose another --output_dir."
         )
+    return None
+
+
+class NoCode(pickle.Unpickler):
+    """Reads the .metadata of torch's distributed checkpoints, and refuses what could run code."""
+
+    ALLOWED = re.compile(
+        r"torch\.distributed\.checkpoint\.(metadata\.(Metadata|MetadataIndex|\w+StorageMetadata|TensorProperties|StorageMeta"
+        r"|_MEM_FORMAT_ENCODING)|filesystem\._StorageInfo)|torch\.serialization\._get_layout|torch\.(Size|b?float\d+|u?int\d+"
+        r"|bool)|collections\.OrderedDict|pathlib\.\w*Path"
+    )
+
+    def find_class(self, module: str, name: str):
+        if not self.ALLOWED.fullmatch(f"{module}.{name}"):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def code_problem(checkpoint: str) -> str | None:
+    """Why reading a checkpoint could run code, or None. torch.load is held to weights, in DeepSpeed's calls too."""
+    os.environ.setdefault("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+    if RUN["strategy"].startswith("zero"):
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        torch.serialization.add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
+    for file in Path(checkpoint).glob("*/.metadata"):
+        try:
+            with open(file, "rb") as content:
+                NoCode(content).load()
+        except Exception as error:  # pickle raises what it likes
+            return f"{file} is damaged, or would run code ({error}). Take an older checkpoint, from a source you trust."
     return None
 
 
@@ -207,7 +241,7 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
                 f"{resume} holds no {lacking}, so it cannot continue this run. To go on from it all the same, with that "
                 f"state new, add `--resume_from_checkpoint {resume}`; or choose another --output_dir."
             )
-    agree("checkpoint", problem)
+    agree("checkpoint", problem or (resume and code_problem(resume)))
     training_args.resume_from_checkpoint = resume
     if is_main():
         forget_later(folder, resume)

@@ -258,9 +258,7 @@ def vllm_answers(
         find_base(model_id, revision),
     )
     encoded = encode_prompts(tokenizer, prompts, chat_template_kwargs)
-    check_room(
-        encoded, transformers.AutoConfig.from_pretrained(base_id, revision=base_revision), max_new_tokens, names
-    )
+    check_room(encoded, transformers.AutoConfig.from_pretrained(base_id, revision=base_revision), max_new_tokens, names)
     try:
         generation_config = transformers.GenerationConfig.from_pretrained(base_id, revision=base_revision)
     except OSError:

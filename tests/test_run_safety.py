@@ -1,0 +1,262 @@
+"""A run is not lost to bad numbers, a small disk, a broken tracker, other process counts; and it tells no secret."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import launching
+import pytest
+import smoke
+import torch
+import torch.distributed.checkpoint as dcp
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "recipes" / "llama-3.2-1b"))
+import keeper  # noqa: E402
+import watcher  # noqa: E402
+
+TROUBLED = Path(__file__).with_name("troubled_run.py")
+SECRETS = {
+    "HF_TOKEN": "hf_environmenttoken",
+    "WANDB_API_KEY": "0123456789abcdef0123",
+    "AWS_SECRET_ACCESS_KEY": "AKsecret99",
+}
+SECRETS |= {"MLFLOW_TRACKING_URI": "https://someone:pass-word@tracker.example"}
+
+
+def errors(output: str) -> str:
+    """The paragraphs of errors in what a launch printed."""
+    return " ".join(re.findall(r"^error: .+?(?=\n\n)", output, re.MULTILINE | re.DOTALL))
+
+
+# ---------------------------------------------------------------------------------------------------- bad numbers
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_its_rows_are_kept(benches, tmp_path):
+    bench, run = benches("llama-3.2-1b"), tmp_path / "run"
+    arguments = [*bench.arguments(run, 2), "--save_steps", "1"]
+    result = launching.launch(
+        bench.folder,
+        "ddp",
+        *arguments,
+        log=tmp_path / "log",
+        wrapper=TROUBLED,
+        environment={"TROUBLE": "nan", "HF_HOME": str(bench.work / "cache")},
+    )
+    said = errors(result.output)
+    assert (
+        result.rc != 0 and "step 3: the loss is nan" in said and "(rank 1 of 2)" in said and said.count("error:") == 1
+    )
+    kept = json.loads((run / "bad_step_3_rank_1.json").read_text())
+    assert len(kept["rows"]) == 2
+    for row in kept["rows"]:  # decoded, with each labelled turn in the text
+        turns = row["labelled"].split("<|eot_id|>")
+        assert any(turns) and all(turn in row["text"] for turn in turns)
+    assert not (run / "bad_step_3_rank_0.json").exists()
+    assert [watcher.is_complete(path) for path in watcher.checkpoints(run)] == [None, None]
+    assert watcher.checkpoints(run)[0].name == "checkpoint-2"
+    assert json.loads((run / "run.json").read_text())["outcome"] == "failed"
+
+
+def test_a_step_without_a_label_stops_the_run(benches, tmp_path):
+    bench, run = benches("llama-3.2-1b"), tmp_path / "run"
+    result = launching.launch(
+        bench.folder,
+        "single",
+        *bench.arguments(run, 1),
+        log=tmp_path / "log",
+        processes=1,
+        wrapper=TROUBLED,
+        environment={"TROUBLE": "unlabelled", "HF_HOME": str(bench.work / "cache")},
+    )
+    assert result.rc != 0 and "step 2: no token of this step carries a label" in errors(result.output)
+    assert all(row["labelled"] == "" for row in json.loads((run / "bad_step_2_rank_0.json").read_text())["rows"])
+
+
+# ------------------------------------------------------------------------------------------------- process counts
+
+
+def test_fsdp_continues_on_another_number_of_processes(benches, tmp_path):
+    bench, run = benches("llama-3.2-1b"), tmp_path / "run"
+
+    def start(processes: int, *words: str, stop: int | None = None):
+        def reached():
+            return any("loss" in line and line["step"] >= stop for line in launching.metrics(run))
+
+        return launching.launch(
+            bench.folder,
+            "fsdp",
+            *bench.arguments(run, processes),
+            *words,
+            log=tmp_path / "log",
+            processes=processes,
+            stop_when=reached if stop else None,
+            environment={"HF_HOME": str(bench.work / "cache")},
+        )
+
+    start(2, stop=3)
+    newest = str(watcher.checkpoints(run)[0])
+    refused = start(1)
+    assert refused.rc != 0 and "world_size was 2, now 1" in errors(refused.output)
+    assert "add --resume_from_checkpoint" in errors(refused.output)
+    start(1, "--resume_from_checkpoint", newest, stop=smoke.saved_steps(run)[-1] + 2)
+    assert "over 1 process(es)" in (tmp_path / "log").read_text()
+    second = str(watcher.checkpoints(run)[0])
+    assert keeper.number(newest) < keeper.number(second) < smoke.STEPS
+    last = start(2, "--resume_from_checkpoint", second)
+    assert last.rc == 0, smoke.reason(last.output)
+    assert launching.losses(run) == pytest.approx(bench.reference, rel=1e-4)
+
+
+def test_what_cannot_continue_on_other_processes_is_told_the_ways_forward():
+    before = {"strategy": "zero3", "world_size": 8, "global_batch": 32}
+    asked = before | {"world_size": 4}
+    assert not keeper.can_move(before, asked, ["world_size"])
+    told = keeper.changes(before, asked, ["world_size"])
+    assert "world_size was 8, now 4" in told and "scripts/export.py" in told and "global batch 32" in told
+    ddp = {"strategy": "ddp", "world_size": 2, "global_batch": 32}
+    assert keeper.can_move(ddp, {"strategy": "single", "world_size": 1, "global_batch": 32}, ["strategy", "world_size"])
+    assert not keeper.can_move(ddp, ddp | {"global_batch": 16}, ["global_batch"])
+    assert not keeper.can_move(ddp, ddp | {"learning_rate": 1}, ["learning_rate", "world_size"])
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+def checkpoint(folder: Path, *names: str) -> Path:
+    """A whole checkpoint of empty files."""
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    (folder / watcher.MARK).write_text(json.dumps({"files": dict.fromkeys(names, 0)}))
+    return folder
+
+
+def test_a_checkpoint_without_optimizer_or_random_state_is_told_apart(tmp_path):
+    whole = checkpoint(tmp_path / "checkpoint-2", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+    bare = checkpoint(tmp_path / "checkpoint-4", "model.safetensors", "trainer_state.json")
+    assert watcher.lacks_state(whole) is None
+    assert watcher.lacks_state(bare) == "optimizer and scheduler and random state"
+
+
+def test_an_older_checkpoint_is_not_resumed_over_a_later_whole_one(tmp_path):
+    first, second = (checkpoint(tmp_path / f"checkpoint-{step}", "weights") for step in (2, 10))
+    reasons = {str(path): watcher.is_complete(path) for path in (second, first)}
+    assert "checkpoint-10 is later, whole, and would be overwritten" in keeper.named_problem(first, reasons)
+    assert keeper.named_problem(second, reasons) is None
+    (second / "weights").unlink()
+    assert keeper.named_problem(first, reasons | {str(second): "weights is missing"}) is None
+
+
+def test_what_will_be_written_again_does_not_look_whole_meanwhile(tmp_path):
+    first, second = (checkpoint(tmp_path / f"checkpoint-{step}", "weights") for step in (2, 4))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    keeper.forget_later(tmp_path, str(first))
+    assert watcher.is_complete(first) is None and "no completeness mark" in watcher.is_complete(second)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(keeper.RUN, "strategy", "fsdp")
+    monkeypatch.delenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", raising=False)
+    shards = tmp_path / "checkpoint-2" / "pytorch_model_fsdp_0"
+    dcp.save({"weight": torch.ones(3, dtype=torch.bfloat16)}, storage_writer=dcp.FileSystemWriter(shards))
+    assert keeper.code_problem(tmp_path / "checkpoint-2") is None
+    with pytest.raises(pickle.UnpicklingError):  # from now on, for every torch.load of this process
+        torch.save(Runs(), tmp_path / "weights.pt")
+        torch.load(tmp_path / "weights.pt", weights_only=False)
+    (shards / ".metadata").write_bytes(pickle.dumps(Runs()))
+    assert "would run code" in keeper.code_problem(tmp_path / "checkpoint-2")
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
+
+
+class Runs:
+    def __reduce__(self):
+        return os.getcwd, ()
+
+
+def trainer_of(parameters: int, **changes):
+    """As much of a trainer as the disk check reads."""
+    arguments = {"optim": "adamw_torch", "save_strategy": SimpleNamespace(value="steps"), "num_train_epochs": 1}
+    arguments |= {"save_only_model": False} | changes
+    model = SimpleNamespace(parameters=lambda: [torch.nn.Parameter(torch.empty(parameters, device="meta"))])
+    return SimpleNamespace(
+        args=SimpleNamespace(**arguments), state=SimpleNamespace(max_steps=100, save_steps=10), model=model
+    )
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    monkeypatch.setitem(watcher.RUN, "folder", tmp_path)
+
+    def problem(free_gib, keep, **changes):
+        free = SimpleNamespace(free=free_gib * 2**30)
+        monkeypatch.setattr(watcher.shutil, "disk_usage", lambda _: free)
+        return watcher.disk_problem(trainer_of(2**30, **changes), keep)
+
+    # 1 Gi of parameters: 12 GiB a checkpoint, 2 GiB for the result in bf16.
+    assert problem(38, 2) is None
+    assert "3 more checkpoint(s) of 12.0 GiB and the result need 38.0 GiB" in problem(37, 2)
+    assert "10 more checkpoint(s)" in problem(121, None) and problem(122, None) is None
+    assert problem(14, 2, save_only_model=True) is None
+    assert problem(20, 2, optim="adamw_8bit") is None
+    assert problem(2, 2, save_strategy=SimpleNamespace(value="no")) is None
+    (tmp_path / "checkpoint-10").mkdir()
+    assert problem(26, 2) is None
+
+
+# ----------------------------------------------------------------------------------------- trackers, hub, secrets
+
+
+@pytest.fixture(scope="module")
+def broken_trackers(benches, tmp_path_factory):
+    """A run with a tracker and an upload that always fail and with secrets everywhere: (launch result, its folder)."""
+    bench, root = benches("llama-3.2-1b"), tmp_path_factory.mktemp("trackers")
+    shutil.copytree(bench.folder, root / "recipes" / "mine")
+    shutil.copytree(ROOT / "accelerate_configs", root / "accelerate_configs")
+    words = [
+        "--max_steps",
+        "4",
+        "--report_to",
+        "broken",
+        "--hub_token",
+        "hf_argumenttoken",
+        "--run_name",
+        "hf_namedtoken",
+    ]
+    return (
+        launching.launch(
+            root / "recipes" / "mine",
+            "single",
+            *bench.arguments(root / "run", 1),
+            *words,
+            log=root / "log",
+            processes=1,
+            wrapper=TROUBLED,
+            environment={"TROUBLE": "trackers", "HF_HOME": str(bench.work / "cache")} | SECRETS,
+        ),
+        root,
+    )
+
+
+def test_a_tracker_or_an_upload_that_fails_costs_no_weight(broken_trackers):
+    result, root = broken_trackers
+    assert result.rc == 0, smoke.reason(result.output)
+    for name in ("Broken.on_log", "SFTTrainer._push_from_checkpoint"):
+        assert f"warning: {name} failed, training goes on" in result.output
+    assert json.loads((root / "run" / "run.json").read_text())["outcome"] == "done"
+    assert (root / "run" / "final" / "model.safetensors").is_file()
+    assert watcher.is_complete(root / "run" / "checkpoint-3") is None
+
+
+def test_no_secret_is_left_anywhere(broken_trackers):
+    _, root = broken_trackers
+    secrets = [*SECRETS.values(), "pass-word", "hf_argumenttoken"]
+    files = [path for path in root.rglob("*") if path.is_file()]
+    assert any(path.name == "training_args.bin" for path in files)
+    found = [(path.name, secret) for path in files for secret in secrets if secret.encode() in path.read_bytes()]
+    assert found == []
