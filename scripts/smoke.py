@@ -261,7 +261,12 @@ def fitting(folder: str | Path) -> tuple[str, ...]:
 def reason(output: str) -> str:
     """The paragraph that says what went wrong in a program's output, on one line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    for sign in (r"error( \(rank \d+\))?:", r"terminate called|Fatal Python error", r"(\w+\.)*\w*Error\b", ""):
+    for sign in (
+        r"(\[rank\d+\]: )?error( \(rank \d+\))?:",
+        r"terminate called|Fatal Python error",
+        r"(\w+\.)*\w*Error\b",
+        "",
+    ):
         if told := [line for line in lines if re.match(sign, line)]:
             return told[0][:300]
     return "it printed nothing"

@@ -1,6 +1,6 @@
-"""Brings the guard files of recipe folders up to date: the same three files lie in every recipe, copied ones too.
+"""Brings the guard files of recipe folders up to date: the same files (FILES) lie in every recipe, copied ones too.
 
-    python scripts/sync_guard.py ../my-recipe            # copy guard.py, keeper.py, watcher.py and inputs.py there
+    python scripts/sync_guard.py ../my-recipe            # copy the guard files there
     python scripts/sync_guard.py --check recipes/*       # exit 1 and name what differs, change nothing
 
 The files of recipes/llama-3.2-1b are the original.
@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-FILES = ("guard.py", "keeper.py", "watcher.py", "inputs.py")
+FILES = ("guard.py", "keeper.py", "watcher.py", "inputs.py", "prepared.py")
 ORIGINAL = Path(__file__).resolve().parent.parent / "recipes" / "llama-3.2-1b"
 
 

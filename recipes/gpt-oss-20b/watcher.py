@@ -144,6 +144,9 @@ class Watcher(TrainerCallback):
             f"{args.train_batch_size} x {args.gradient_accumulation_steps} x {world}; {state.max_steps} steps, of which "
             f"{args.get_warmup_steps(state.max_steps)} warm-up"
         )
+        if state.global_step >= state.max_steps:  # stopped between the last step and the result: the trainer looks at
+            control.should_training_stop = True  # max_steps only after a step, so it is given none
+            self.trainer.get_batch_samples = lambda *_: ([], None)
 
     def on_step_end(self, args, state, control, **_):
         """The ranks tell each other, in one number each: SIGTERM, bad loss, bad gradient or nothing labelled."""
