@@ -145,6 +145,10 @@ TARGETS = {
         },
         extra={
             "bf16 weights": {"dtype": "bfloat16", "bf16_weights": True},
+            "every second layer, 2 x 4096 x 2": {
+                "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2}
+            }
+            | _batch(2, 2),
             "Liger without compile": {"torch_compile": False, "env": {}},
         },
         trl={"optim": "adamw_8bit"},
@@ -350,7 +354,7 @@ def command_line(target: Target, arm: str, settings: dict, model: Path, rows: Pa
         if isinstance(value, list):
             command += [f"--{key}", *value]
         elif value is not None:
-            command += [f"--{key}", str(value).lower() if isinstance(value, bool) else value]
+            command += [f"--{key}", value if isinstance(value, str | Path) else json.dumps(value)]
     return [str(word) for word in command]
 
 
@@ -484,15 +488,14 @@ def run(options) -> int:
         arm = Arm(key["arm"], len(lines) + number, target, key, model, file, options)
         return arm, config, np.minimum(rows, length)
 
-    failed, following = 0, start(0) if plan else None
+    failed, following = 0, None
     for number, key in enumerate(plan):
         left = options.budget - (time.monotonic() - begin)
-        arm, config, rows = following
-        following = None
         if left < options.reserve:
-            arm.stop()
             print(f"budget: {len(plan) - number} arms are not run", flush=True)
             break
+        arm, config, rows = following or start(number)
+        following = None
         if options.overlap and number + 1 < len(plan):
             following = start(number + 1)
         result = arm.finish(min(left - 5, options.arm_limit))
@@ -503,10 +506,6 @@ def run(options) -> int:
         with open(out, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         print(summary(line), flush=True)
-        if following is None and number + 1 < len(plan):
-            following = start(number + 1)
-    else:
-        following = None
     if following is not None:
         following[0].stop()
     return int(failed > 0)
