@@ -14,7 +14,6 @@ import contextlib
 import copy
 import math
 import sys
-import types
 import warnings
 from unittest import mock
 
@@ -30,22 +29,43 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer import utils as trl_utils
 
 CPU = torch.device("cpu")
-DEPTHS = (2, 4)  # gpt-oss alternates two kinds of attention, so both depths hold as many of each
+DEPTHS = (2, 3)  # gpt-oss alternates two kinds of attention: both depths hold both masks
 PHASES = ("forward", "head", "backward of the last layer", "backward of the first layer", "end of backward")
 
 
 class PhaseTracker(MemTracker):
-    """MemTracker that also keeps the largest total, with its breakdown, of each phase of a step."""
+    """MemTracker that keeps the largest total, with its breakdown, of each phase of a step.
+
+    Beside MemTracker's kinds of memory it tells apart "Casts" (bf16 copies that autocast makes of the parameters),
+    "Experts" (made inside the experts of a mixture) and "Head" (made between the last layer and its backward).
+    """
 
     def __init__(self):
         super().__init__()
-        self.phase, self.peaks = "forward", {}
+        self._ref_class = [*_MemRefType, "Casts", "Experts", "Head"]
+        self.phase, self.peaks, self.casting = "forward", {}, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.casting = False
+        if func is torch.ops.aten._to_copy.default:
+            source, _ = self._WINFO.get(args[0].untyped_storage(), (None, None))
+            self.casting = source is not None and source.reftype == _MemRefType.PARAM
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _track(self, reftype, t) -> None:
+        if self.casting:
+            reftype = "Casts"
+        elif self.phase == "head":
+            reftype = "Head"
+        elif any(name.endswith("experts") for name in self._mod_tracker.parents):
+            reftype = "Experts"
+        super()._track(reftype, t)
 
     def _track_module_params_and_buffers(self, module, install_grad_hooks=True):
-        # MemTracker would hang its gradient hooks on frozen parameters, too, and those refuse them.
         def mark(parameter):
             self._update_and_maybe_create_winfos(parameter.grad, _MemRefType.GRAD)
 
+        # MemTracker would hang its gradient hooks on frozen parameters, too, and those refuse them.
         sizes = super()._track_module_params_and_buffers(module, install_grad_hooks=False)
         for parameter in module.parameters():
             if install_grad_hooks and parameter.requires_grad and parameter not in self._param_to_grad_hook_handles:
@@ -56,16 +76,20 @@ class PhaseTracker(MemTracker):
     def _update_peak_stats(self, peak_state) -> None:
         now = self._curr_mem_snap.get(CPU)
         if now and now["Total"] > self.peaks.get(self.phase, {"Total": 0})["Total"]:
-            self.peaks[self.phase] = dict(now)
+            self.peaks[self.phase] = {getattr(kind, "value", kind): size for kind, size in now.items()}
 
 
 class MaskedRows(TorchDispatchMode):
-    """Lets `x[mask]` run on fake tensors, as if every token bore a label: that is the largest loss head there is."""
+    """Lets `x[mask]` run on fake tensors, as if the share `labelled` of the mask were true."""
+
+    def __init__(self, labelled: float):
+        super().__init__()
+        self.labelled = labelled
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool:
             x, mask = args[0], args[1][0]
-            return x.new_empty((math.prod(mask.shape), *x.shape[mask.ndim :]))
+            return x.new_empty((round(self.labelled * math.prod(mask.shape)), *x.shape[mask.ndim :]))
         return func(*args, **(kwargs or {}))
 
 
@@ -201,7 +225,7 @@ def trace(config, settings, layers: int, compute: str) -> dict[str, dict[str, in
         if settings.checkpointing:
             if settings.lora:
                 model.enable_input_require_grads()
-            model.gradient_checkpointing_enable({"use_reentrant": settings.use_reentrant})
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         trl_utils.add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
         inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
         inputs["labels"] = torch.zeros_like(inputs["input_ids"])
@@ -211,17 +235,16 @@ def trace(config, settings, layers: int, compute: str) -> dict[str, dict[str, in
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         decoder = base.base_model.layers
         _mark_phases(tracker, decoder)
-        stack.enter_context(MaskedRows())
+        stack.enter_context(MaskedRows(settings.labelled))
         tracker.track_external(model, *inputs.values())
-        for step in range(1 if settings.accumulation == 1 else 2):
-            tracker.phase, tracker.peaks = "forward", {}
-            with tracker:
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=compute == "autocast" and settings.bf16):
-                    loss = model(**inputs, use_cache=False, fused_lm_head=True).loss
-                tracker.phase = "head"
-                loss.backward()
-                del loss
-            tracker.reset_mod_stats()
+        if settings.accumulation > 1 and compute == "autocast":  # the peak comes after the first micro step
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        with tracker:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=compute == "autocast" and settings.bf16):
+                loss = model(**inputs, use_cache=False, fused_lm_head=True).loss
+            tracker.phase = "head"
+            loss.backward()
     return tracker.peaks
 
 
