@@ -22,6 +22,7 @@ class Run:
     base_model: str
     base_revision: str | None
     final: Path | None  # None until the run is done
+    finished: str  # when run.json was last written
     schema_file: Path
     text_column: str | None
     target_column: str | None
@@ -55,6 +56,7 @@ def read_run(folder: str | Path, schema_file: str | None = None) -> Run:
         base_model=arguments["model_name_or_path"],
         base_revision=arguments["model_revision"],
         final=final if record["outcome"] == "done" and final.is_dir() else None,
+        finished=record["time"],
         schema_file=_find_schema(schema_file or command.schema_file, arguments["schema_file"], folder),
         text_column=arguments["text_column"],
         target_column=arguments["target_column"],

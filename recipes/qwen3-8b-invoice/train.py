@@ -21,6 +21,7 @@ Scores, before and after: score.py.
 from functools import partial
 from pathlib import Path
 
+import documents
 from transformers import AutoTokenizer
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
@@ -40,6 +41,7 @@ def main():
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, inputs.RecipeArguments))
     guard.check_launch(parser, __file__, ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "zero3_offload"))
     script_args, training_args, model_args, recipe_args = parser.parse_args_and_config()
+    documents.as_rows(script_args, training_args, recipe_args)
     keeper.open_run(script_args, training_args, model_args, recipe_args)
 
     tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
