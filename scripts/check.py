@@ -11,6 +11,7 @@ starts no process. Own options stand before the recipe: --gpu NAME for another m
 that cannot be read. Warnings do not change it.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -139,7 +140,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if words else 2
     if "--machine" in before:
         return machine("--json" in before)
-    launch, plan, memory = check(words)
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no part of the report
+        launch, plan, memory = check(words)
     failed = any(finding.severity == "error" for finding in launch.findings)
     if launch.accelerate.json:
         report = launch.as_dict() | {"plan": asdict(plan) if plan else None, "memory": memory, "ok": not failed}

@@ -78,7 +78,7 @@ def launch_flags() -> frozenset[str]:
 
 def nearest(name: str, known) -> str:
     """The known name that is closest to `name`, or "" where none is close."""
-    return RENAMED.get(name) or next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)), "")
+    return RENAMED.get(name) or next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.78)), "")
 
 
 def flatten(keys: dict) -> dict:
@@ -307,7 +307,7 @@ def lint_settings(given: dict, path: Path, strict: bool) -> list[Finding]:
         elif str(address).startswith("127.") or str(address) in ("localhost", "::1", "0.0.0.0"):
             why = f"{address} is this machine's own; the others cannot reach it."
             add("loopback", "main_process_ip", why, "main_process_ip: ADDRESS_OF_MACHINE_0", ours)
-        if address and not given.get("main_process_port") and not c10d and strict:
+        if address and given.get("main_process_port") is None and not c10d and strict:
             add(
                 "no-port",
                 "main_process_port",
@@ -345,10 +345,13 @@ def lint_deepspeed(keys: dict, path: Path, twice: list[str] = ()) -> list[Findin
     """What is wrong with a DeepSpeed file by itself, checked by DeepSpeed's own models where they forbid extras."""
     import logging
 
+    logging.disable(logging.WARNING)  # it tells that it found no GPU
+    from deepspeed.compile.config import CompileConfig
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+    logging.disable(logging.NOTSET)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     found = []
 
@@ -366,7 +369,7 @@ def lint_deepspeed(keys: dict, path: Path, twice: list[str] = ()) -> list[Findin
             why = _REMOVED_TOP_LEVEL_CONFIG_KEYS[key].partition(" See http")[0].strip() + continue_text
             add("removed-key", key, why, f'take "{key}" out')
         elif key not in DEEPSPEED_KEYS and not key.startswith(("_", "#", "//")):
-            near = nearest(key, DEEPSPEED_KEYS)
+            near = "" if "comment" in key else nearest(key, DEEPSPEED_KEYS)
             why = "DeepSpeed reads no such key, and ignores it in silence."
             add("unknown-key", key, why, f'"{near}"' if near else f'take "{key}" out', "error" if near else "warning")
     zero = keys.get("zero_optimization")
@@ -374,10 +377,12 @@ def lint_deepspeed(keys: dict, path: Path, twice: list[str] = ()) -> list[Findin
         why = "the section is missing, and accelerate stops."
         add("no-zero", "zero_optimization", why, '"zero_optimization": {"stage": 2}')
     models = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+    models["compile"] = CompileConfig
     for section, model in models.items():
         value = keys.get(section)
         if isinstance(value, dict):
-            found += _lint_section(section, value, model, path, _REMOVED_ZERO_CONFIG_KEYS if section[0] == "z" else {})
+            removed = _REMOVED_ZERO_CONFIG_KEYS if section == "zero_optimization" else {}
+            found += _lint_section(section, value, model, path, removed)
         elif value is not None and not isinstance(value, bool):
             add("wrong-value", section, f"it holds {value!r}, expected an object.", f'"{section}": {{}}')
     zero = zero if isinstance(zero, dict) else {}
@@ -412,7 +417,27 @@ def lint_deepspeed(keys: dict, path: Path, twice: list[str] = ()) -> list[Findin
         if sizes[0] % (sizes[1] * sizes[2]):
             why = f"{sizes[0]} is no multiple of {sizes[1]} x {sizes[2]} (micro-batch x accumulation)."
             add("batch", "train_batch_size", why, '"train_batch_size": "auto"')
+    if not any(finding.severity == "error" for finding in found) and (said := deepspeed_says(keys)):
+        add("refused", "file", f"DeepSpeed stops: {said}.", "what its documentation of config-json names")
     return found
+
+
+def deepspeed_says(keys: dict) -> str | None:
+    """Why DeepSpeed's own config class refuses the keys, or None. The batch is left to whoever knows the processes."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    def filled(value):
+        if isinstance(value, dict):
+            return {key: filled(content) for key, content in value.items() if content != "auto"}
+        return value
+
+    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    keys = {key: value for key, value in filled(keys).items() if key not in batch}
+    try:
+        DeepSpeedConfig(keys | {"train_micro_batch_size_per_gpu": 1})
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
 
 
 def _section(keys: dict, name: str) -> dict:
@@ -429,6 +454,10 @@ def _lint_section(section: str, value: dict, model, path: Path, removed: dict) -
         why = removed[key].partition(" See http")[0]
         found.append(Finding("removed-key", "error", str(path), f"{section}.{key}", why, f'take "{key}" out'))
     known = {name for field, info in model.model_fields.items() for name in (field, info.alias) if name}
+    for key in [key for key in value if value[key] == "auto" and key not in known]:  # dropped before the model looks
+        near, why = nearest(key, known), "DeepSpeed knows no such key, and drops it in silence where it is auto."
+        write = f'"{near}"' if near else f'take "{key}" out'
+        found.append(Finding("unknown-nested-key", "error", str(path), f"{section}.{key}", why, write))
     try:
         model(**{key: content for key, content in value.items() if key not in removed})
     except ValidationError as error:

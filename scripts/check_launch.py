@@ -8,7 +8,7 @@ read becomes a finding, and the rest is read on, so that one call shows all mist
 import argparse
 import ast
 import contextlib
-import importlib.util
+import importlib
 import json
 import logging
 import os
@@ -313,7 +313,7 @@ def _read_places(launch: Launch, args: argparse.Namespace) -> None:
     if launch.elsewhere:
         launch.gpu_facts = GPUS[args.gpu]
         launch.gpu_bytes = launch.gpu_facts.bytes
-        launch.gpus_per_node = args.gpus_per_node or (max(1, int(asked) // machines) if counted else 8)
+        launch.gpus_per_node = args.gpus_per_node or (-(-max(1, int(asked)) // machines) if counted else 8)
         if args.gpus_per_node is None and not counted:
             launch.notes.append("8 GPUs a machine are assumed; --gpus-per-node N names another number.")
     else:
@@ -336,14 +336,22 @@ def _read_places(launch: Launch, args: argparse.Namespace) -> None:
 # ------------------------------------------------------------------------------------------------------- the recipe
 
 
-def load_module(path: Path, name: str) -> ModuleType:
-    """A file of a recipe folder as a module of its own name, so that two recipes do not share one."""
-    name = f"check_recipe_{name}_{abs(hash(str(path.resolve())))}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+@cache
+def load_module(path: Path) -> ModuleType:
+    """A file of a recipe folder, with that folder first on the import path, as when train.py runs.
+
+    Two recipes have modules of the same names: those of this one are taken out of sys.modules afterwards.
+    """
+    own = {file.stem for file in path.parent.glob("*.py")}
+    before = {name: sys.modules.pop(name) for name in own & sys.modules.keys()}
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        return importlib.import_module(path.stem)
+    finally:
+        sys.path.remove(str(path.parent.resolve()))
+        for name in own & sys.modules.keys():
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 def _parse_train(path: Path) -> tuple[list[str], tuple[str, ...]]:
@@ -365,7 +373,11 @@ def _read_script(launch: Launch, args: argparse.Namespace) -> None:
     if not script.is_file():
         near = sorted(str(path) for path in Path.cwd().glob("recipes/*/train.py"))
         launch.add(
-            "no-recipe", "command line", str(script), f"there is no such file here ({Path.cwd()}).", " | ".join(near)
+            "no-recipe",
+            "command line",
+            str(script),
+            f"there is no such file here ({Path.cwd()}).",
+            " | ".join(near) or "recipes/NAME/train.py",
         )
         return
     launch.script, launch.recipe = script, script.parent
@@ -391,7 +403,7 @@ def _read_arguments(launch: Launch, names: list[str], words: list[str]) -> None:
     import trl
     from transformers import HfArgumentParser
 
-    inputs = load_module(launch.recipe / "inputs.py", "inputs")
+    inputs = load_module((launch.recipe / "inputs.py").resolve())
     types = [getattr(inputs, name, None) or getattr(trl, name) for name in names]
     parser = trl.TrlParser(types)
 
@@ -402,6 +414,8 @@ def _read_arguments(launch: Launch, names: list[str], words: list[str]) -> None:
     known = {action.dest for action in parser._actions} - {"help", "config"}
     words = _expand(launch, words)
     given = _config_words(launch, inputs, parser, known)
+    if not launch.config_keys:
+        return
 
     # The flags: unknown ones are named and taken out with their values.
     kept, skip = [], False

@@ -241,7 +241,7 @@ def _download(launch: Launch) -> None:
         return
     if args.model_name_or_path.startswith("meta-llama/") and not has_token():
         launch.add("hub", file, "model_name_or_path", "the model is gated, and no token is set.", "export HF_TOKEN=...")
-    from check_rules import meta_model
+    from check_model import meta_model
 
     meta, free = meta_model(launch), free_bytes(cache_folder())
     need = 2 * sum(p.numel() for p in meta.parameters()) if meta is not None else 0

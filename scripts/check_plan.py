@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from check_launch import ROOT, Launch, load_module
-from check_rules import meta_model
+from check_model import meta_model
 
 GIB = 2**30
 SUSTAINED = (
@@ -75,7 +75,7 @@ def count_rows(launch: Launch) -> int | None:
     script_args, name = launch.script_args, getattr(launch.script_args, "dataset_name", None)
     if not name or not os.path.exists(name):
         return None
-    inputs = load_module(launch.recipe / "inputs.py", "inputs")
+    inputs = load_module((launch.recipe / "inputs.py").resolve())
     total = 0
     try:
         for path in inputs.local_files(name, getattr(script_args, "dataset_train_split", "train") or "train"):
@@ -138,7 +138,7 @@ def adapter_parameters(meta, args) -> int:
         if targets == "all-linear":
             return not name.endswith("lm_head")
         if isinstance(targets, str):
-            return re.fullmatch(targets, name) or name.endswith(f".{targets}")
+            return re.fullmatch(targets, name)
         return any(name == target or name.endswith(f".{target}") for target in targets or [])
 
     total = 0

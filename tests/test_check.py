@@ -1,0 +1,300 @@
+"""scripts/check.py finds what people get wrong in a launch line, says nothing of what is right, and costs no GPU time.
+
+check_corpus.yaml holds the broken lines. Each is applied to a copy of the cookbook and checked in this process.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import check
+import check_files
+import check_launch
+import check_machine
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+CORPUS = yaml.safe_load((Path(__file__).parent / "check_corpus.yaml").read_text(encoding="utf-8"))
+RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/train.py"))
+# Enough for every recipe and strategy that its guard admits; which GPU a model fits is the memory table's business.
+SHIPPED_ON = ["--gpu", "b200-180gb"]
+
+
+def copy_cookbook(folder: Path, recipe: str) -> None:
+    """The launch files and one recipe, with forty rows of data."""
+    for name in ("accelerate_configs", "deepspeed_configs"):
+        shutil.copytree(ROOT / name, folder / name)
+    if (ROOT / "recipes" / recipe).is_dir():
+        shutil.copytree(ROOT / "recipes" / recipe, folder / "recipes" / recipe, ignore=shutil.ignore_patterns("run*"))
+    rows = [{"prompt": f"What is {n} + {n}?", "completion": str(n + n)} for n in range(40)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+
+
+def report(words: list[str], capsys) -> tuple[int, dict]:
+    """Exit code and the object that `--json` prints."""
+    capsys.readouterr()
+    code = check.main(["--json", *words])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("case", CORPUS, ids=[case["id"] for case in CORPUS])
+def test_a_broken_launch_line_is_found_and_nothing_else(case, tmp_path, monkeypatch, capsys):
+    recipe = case.get("recipe", "llama-3.2-1b")
+    copy_cookbook(tmp_path, recipe)
+    monkeypatch.chdir(tmp_path)
+    for file, old, new in case.get("edit", []):
+        text = Path(file).read_text(encoding="utf-8")
+        assert old in text, f"{file} no longer holds {old!r}"
+        Path(file).write_text(text.replace(old, new, 1), encoding="utf-8")
+    gpu = case.get("gpu", "h100-80gb")
+    words = [] if gpu == "here" else ["--gpu", gpu]
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        words += ["--config_file", f"accelerate_configs/{case['launch']}.yaml"]
+        words += shlex.split(case.get("before", "").replace("BUSY", str(busy.getsockname()[1])))
+        words += [f"recipes/{recipe}/train.py", *shlex.split(case.get("after", "").replace('"', '\\"'))]
+        code, told = report(words, capsys)
+    # What depends on where the test runs: the Hub, and whether the model fits this GPU's memory.
+    found = [f for f in told["findings"] if f["rule"] not in ("hub", "version") and not f["rule"].startswith("memory")]
+    seen = sorted((f["rule"], f["key"], f["severity"]) for f in found)
+    wanted = sorted((rule, key, (severity or ["error"])[0]) for rule, key, *severity in case["expect"])
+    assert seen == wanted, [str(check_launch.Finding(**f)) for f in found]
+    assert code == int(
+        any(severity == "error" for _, _, severity in wanted)
+        or any(f not in found and f["severity"] == "error" for f in told["findings"])
+    )
+    for finding in found:
+        assert finding["why"] and finding["write"] and finding["file"] != "None", finding
+
+
+def test_the_corpus_is_as_large_as_promised_and_each_line_is_drawn_from_a_report():
+    assert len(CORPUS) >= 60
+    assert len({case["id"] for case in CORPUS}) == len(CORPUS)
+    assert all(case["report"] for case in CORPUS)
+    assert len({rule for case in CORPUS for rule, *_ in case["expect"]}) >= 40
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_finding_on_a_shipped_recipe_under_any_strategy_that_it_fits(recipe, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    _, strategies = check_launch._parse_train(ROOT / "recipes" / recipe / "train.py")
+    for config in sorted(path.stem for path in (ROOT / "recipes" / recipe).glob("*.yaml")):
+        packed = config == "qlora" and recipe.startswith("gpt-oss")  # README: 4-bit experts are not sharded
+        for strategy in [name for name in strategies if not packed or name in ("single", "ddp", "zero1", "zero2")]:
+            line = [
+                "--config_file",
+                f"accelerate_configs/{strategy}.yaml",
+                f"recipes/{recipe}/train.py",
+                "--config",
+                config,
+            ]
+            _, told = report([*SHIPPED_ON, *line], capsys)
+            found = [finding for finding in told["findings"] if not finding["rule"].startswith("memory")]
+            assert not found, f"{recipe}, {config}, {strategy}: {found}"
+            assert told["strategy"] == strategy and told["world"] == (1 if strategy == "single" else 8)
+
+
+def test_packed_experts_are_refused_where_they_would_not_be_sharded(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    line = ["--config_file", "accelerate_configs/zero3.yaml", "recipes/gpt-oss-120b/train.py", "--config", "qlora"]
+    code, told = report([*SHIPPED_ON, *line], capsys)
+    assert code == 1 and "4bit-experts-sharded" in {finding["rule"] for finding in told["findings"]}
+
+
+def test_the_guard_and_the_check_read_a_line_alike(tmp_path, monkeypatch, capsys):
+    """What the guard refuses when a run starts is an error here, too; the words of both name the same cure."""
+    copy_cookbook(tmp_path, "llama-3.2-1b")
+    monkeypatch.chdir(tmp_path)
+    for strategy in check_launch.STRATEGIES:
+        words = ["--gpu", "h100-80gb", "--num_processes", "1" if strategy == "single" else "4"]
+        words += ["--config_file", f"accelerate_configs/{strategy}.yaml", "recipes/llama-3.2-1b/train.py"]
+        launch = check_launch.read(words)
+        environment = {"WORLD_SIZE": str(launch.world), "RANK": "0"}
+        if launch.accelerate.use_deepspeed:
+            file = launch.accelerate.deepspeed_config_file
+            environment |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": file}
+        if launch.accelerate.use_fsdp:
+            environment |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": str(launch.accelerate.fsdp_version)}
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            guard = check_launch.load_module((launch.recipe / "guard.py").resolve())
+            assert guard.declared_strategy() == launch.strategy == strategy
+    secret = re.search(r'^SECRET = r(".*")', (ROOT / "recipes/llama-3.2-1b/guard.py").read_text(), re.MULTILINE)[1]
+    assert secret == f'"{check_machine.SECRET}"'.replace('\\"', '"').replace('/\\s"]', '/\\s\\"]')
+
+
+def test_a_copied_recipe_is_found_by_its_path(tmp_path, monkeypatch, capsys):
+    copy_cookbook(tmp_path, "llama-3.2-1b")
+    (tmp_path / "recipes" / "llama-3.2-1b").rename(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "mine" / "config.yaml"
+    config.write_text(config.read_text().replace("learning_rate: 2.0e-5", "learning_rte: 2.0e-5"))
+    words = ["--gpu", "h100-80gb", "--config_file", "accelerate_configs/ddp.yaml", "mine/train.py"]
+    code, told = report([*words, "--model_name_or_path", "nobody/nothing"], capsys)
+    rules = {(finding["rule"], finding["severity"], finding["write"]) for finding in told["findings"]}
+    assert code == 1 and ("unknown-key", "error", "learning_rate: 2e-05") in rules, rules
+    assert "no-model" in {rule for rule, _, _ in rules}  # the checks against the model are left out, and that is said
+
+
+def test_a_plan_counts_rows_steps_and_bytes(tmp_path, monkeypatch, capsys):
+    copy_cookbook(tmp_path, "llama-3.2-1b")
+    monkeypatch.chdir(tmp_path)
+    words = ["--gpu", "h100-80gb", "--num_processes", "2", "--config_file", "accelerate_configs/ddp.yaml"]
+    words += ["recipes/llama-3.2-1b/train.py", "--dataset_name", "rows.jsonl", "--num_train_epochs", "3"]
+    _, told = report(words, capsys)
+    plan = told["plan"]
+    assert (plan["rows"], plan["global_batch"], plan["steps"]) == (38, 4, 30)  # 40 rows, 2 held out; 10 steps an epoch
+    assert plan["parameters"] == plan["trained"] == 1_235_814_400
+    assert plan["checkpoint_bytes"] == 12 * plan["trained"] and plan["checkpoints"] == 1  # one at the end
+    assert plan["tokens"] == 4 * 4096
+    # 6 x 1.24e9 parameters and attention, for 16384 tokens, on two GPUs at 80 % of 989 TFLOP/s
+    assert plan["fastest"] == pytest.approx(8.22e9 * 16384 / (2 * 0.8 * 989e12), rel=0.02)
+    assert plan["usual"] > plan["fastest"]
+
+
+def test_adapter_parameters_are_those_that_peft_makes(models_on_meta):
+    import check_plan
+    from peft import get_peft_model
+    from trl import ModelConfig, get_peft_config
+
+    for meta, arguments in models_on_meta:
+        args = ModelConfig(use_peft=True, **arguments)
+        counted = check_plan.adapter_parameters(meta, args)
+        adapted = get_peft_model(meta, get_peft_config(args))
+        assert counted == sum(p.numel() for p in adapted.parameters() if p.requires_grad), arguments
+
+
+@pytest.fixture
+def models_on_meta():
+    import tiny_model
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    cases = [
+        ("qwen3", {"lora_target_modules": ["q_proj", "down_proj"]}),
+        ("llama", {"lora_target_modules": ["all-linear"]}),
+    ]
+    cases += [
+        ("llama", {}),
+        (
+            "gpt-oss",
+            {"lora_dropout": 0.0, "lora_target_modules": ["q_proj", "v_proj"], "lora_target_parameters": experts},
+        ),
+    ]
+    made = []
+    for family, arguments in cases:
+        config = tiny_model.build_config(family, tiny_model.build_tokenizer(family))
+        with torch.device("meta"):
+            made.append((AutoModelForCausalLM.from_config(config), arguments))
+    return made
+
+
+def test_packing_leaks_where_the_model_mixes_documents():
+    """The rule reads the model's source; here the same is asked of the models themselves."""
+    import check_model
+    import tiny_model
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    for family in ("llama", "qwen3", "gpt-oss"):
+        torch.manual_seed(0)
+        config = tiny_model.build_config(family, tiny_model.build_tokenizer(family))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        ids = torch.randint(10, 200, (1, 12))
+        other = torch.cat([(ids[:, :6] + 7) % 200, ids[:, 6:]], dim=1)  # another first document
+        places = torch.tensor([[*range(6), *range(6)]])
+        with torch.no_grad():
+            first, second = (model(x, position_ids=places, use_cache=False).logits[:, 6:] for x in (ids, other))
+        assert check_model.passes_positions(type(model)) == torch.allclose(first, second, atol=1e-4), family
+
+
+def test_what_stands_in_one_file_is_checked_without_the_others(tmp_path):
+    file = tmp_path / "zero.json"
+    file.write_text(
+        '{"zero_optimization": {"stage": 2, "reduce_bucket_size": -1}, "gradient_clippin": 1, "comment": ""}'
+    )
+    found = {(finding.rule, finding.key, finding.severity) for finding in check_files.lint_file(file)}
+    assert found == {
+        ("wrong-value", "zero_optimization.reduce_bucket_size", "error"),
+        ("unknown-key", "gradient_clippin", "error"),
+        ("unknown-key", "comment", "warning"),
+    }
+
+
+def test_the_machine_is_described_without_secrets(monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", "https://user:pass-word@host/log")
+    assert check.main(["--machine", "--json"]) == 0
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert "abcdefgh" not in text and "pass-word" not in text and found["NCCL_DEBUG_FILE"] == "https://***@host/log"
+    assert found["HF token"] == "set"
+    for name, version in check_machine.tested().items():
+        assert found[name].partition("+")[0].startswith(version), (
+            name,
+            found[name],
+        )  # this environment is the tested one
+    assert check.main(["--machine"]) == 0 and "cores" in capsys.readouterr().out
+
+
+def test_a_version_that_was_not_tested_is_told(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    real = check_machine.installed
+    monkeypatch.setattr(check_machine, "installed", lambda name: {"trl": "1.9.0", "peft": None}.get(name, real(name)))
+    words = ["--num_processes", "2", "--main_process_port", "0", "--config_file", "accelerate_configs/ddp.yaml"]
+    code, told = report([*words, "recipes/llama-3.2-1b/train.py", "--use_cpu", "true"], capsys)
+    rules = {(finding["key"], finding["severity"]) for finding in told["findings"] if finding["rule"] == "version"}
+    assert code == 1 and rules == {("trl", "warning"), ("peft", "error")}
+
+
+def test_the_line_of_the_readme_runs_in_time(tmp_path):
+    """From a shell, as people type it: exit code, both kinds of findings, and seconds."""
+    line = "scripts/check.py --gpu h100-80gb --config_file accelerate_configs/fsdp.yaml --num_processes 8 "
+    line += "recipes/gpt-oss-120b/train.py --max_length 4096 --lora_dropot 0"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, *line.split()], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    seconds = float(re.search(r"([\d.]+) s$", done.stdout.strip())[1])
+    assert done.returncode == 1 and "--lora_dropout" in done.stdout, done.stdout + done.stderr
+    assert "fsdp over 8 process(es)" in done.stdout and "1 error(s)" in done.stdout
+    assert seconds <= time.monotonic() - started
+    broken = subprocess.run(
+        [sys.executable, "scripts/check.py", "--gpu", "none"], cwd=ROOT, capture_output=True, timeout=60
+    )
+    assert broken.returncode == 2
+
+
+def test_files_as_other_projects_publish_them_get_no_false_error():
+    """The files are not kept here; their list and what came out is. check_published.py FOLDER makes it anew."""
+    import check_published
+
+    kept = json.loads((ROOT / "docs" / "published_configs.json").read_text(encoding="utf-8"))["files"]
+    quiet = [line for line in kept if line["library"] == "accepts" and not line["errors"]]
+    assert len(quiet) >= 30 and not any(line["false_errors"] for line in kept)
+    assert all(line["commit"] and line["repository"].count("/") == 1 for line in kept)
+    for path in sorted([*ROOT.glob("accelerate_configs/*.yaml"), *ROOT.glob("deepspeed_configs/*.json")]):
+        judged = check_published.judge(path)
+        assert (
+            judged == {"library": "accepts", "errors": [], "warnings": [], "false_errors": []} or "zero" in path.name
+        ), judged
+        assert not judged["errors"]
+
+
+def test_the_judge_of_published_files_asks_the_library(tmp_path):
+    import check_published
+
+    file = tmp_path / "launch.yaml"
+    text = (ROOT / "accelerate_configs" / "fsdp.yaml").read_text().replace("num_processes: gpu", "num_processes: 2")
+    file.write_text(text.replace("fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: FULL_SHARD"))
+    assert check_published.library_says(file).startswith("ValueError") and check_published.judge(file)["errors"]
+    file.write_text(text)
+    assert check_published.library_says(file) is None
