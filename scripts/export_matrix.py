@@ -86,7 +86,9 @@ def main() -> int:
                 if strategy not in fitting or name in cells:
                     continue
                 work = arguments.work / f"{recipe.name}-{config.stem}"
-                bench = bench or smoke.Bench(recipe, work, config.stem, "fp32")
+                if bench is None:
+                    shutil.rmtree(work, ignore_errors=True)
+                    bench = smoke.Bench(recipe, work, config.stem, "fp32")
                 cells[name] = cell(bench, strategy, work)
                 told = {"date": time.strftime("%Y-%m-%d"), **here, "cells": cells}
                 FILE.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
