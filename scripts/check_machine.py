@@ -14,7 +14,7 @@ from pathlib import Path
 from check_launch import ROOT, Launch
 
 GIB = 2**30
-# As guard.SECRET, without the seconds that importing the guard takes; a test holds them together.
+# As ranks.SECRET, without the seconds that importing it takes; a test holds them together.
 SECRET = r"hf_\w{8,}|(?<=://)[^@/\s\"]+(?=@)"
 SHOWN = (
     "CUDA_",

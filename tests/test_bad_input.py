@@ -20,6 +20,7 @@ sys.path.insert(0, str(LLAMA))
 import guard  # noqa: E402
 import inputs  # noqa: E402
 import keeper  # noqa: E402
+import ranks  # noqa: E402
 
 disable_progress_bar()
 ALL = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "zero3_offload")
@@ -302,7 +303,7 @@ def test_no_secret_reaches_the_run_record(tmp_path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setitem(guard.RUN, "folder", tmp_path)
     monkeypatch.setitem(guard.RUN, "record", {"command": ["train.py", "--hub_token", "hf_abcdefghijklmnop"]})
-    guard.record(error="no answer from https://user:pass-word@host/data")
+    ranks.record(error="no answer from https://user:pass-word@host/data")
     text = (tmp_path / "run.json").read_text()
     assert "abcdefgh" not in text and "pass-word" not in text and "@host/data" in text
 

@@ -128,7 +128,7 @@ def test_the_guard_and_the_check_read_a_line_alike(tmp_path, monkeypatch, capsys
                 patch.setenv(name, value)
             guard = check_launch.load_module((launch.recipe / "guard.py").resolve())
             assert guard.declared_strategy() == launch.strategy == strategy
-    secret = re.search(r'^SECRET = r(".*")', (ROOT / "recipes/llama-3.2-1b/guard.py").read_text(), re.MULTILINE)[1]
+    secret = re.search(r'^SECRET = r(".*")', (ROOT / "recipes/llama-3.2-1b/ranks.py").read_text(), re.MULTILINE)[1]
     assert secret == f'"{check_machine.SECRET}"'.replace('\\"', '"').replace('/\\s"]', '/\\s\\"]')
 
 

@@ -13,6 +13,7 @@ import math
 import os
 import pickle
 import re
+import secrets
 import socket
 import sys
 import time
@@ -27,18 +28,9 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from guard import (
-    RUN,
-    SECRET,
-    agree,
-    environment,
-    exchange,
-    is_main,
-    memory_problem,
-    record,
-    say,
-)
+from guard import memory_problem
 from inputs import PATH_KEYS
+from ranks import RUN, SECRET, agree, environment, exchange, is_main, record, say
 from watcher import MARK, Watcher, checkpoints, is_complete, lacks_state
 
 # Arguments that may differ between two starts of one run, because they do not decide its weights. What the batch
@@ -168,6 +160,29 @@ def hardware() -> dict:
     }
 
 
+def shared_problem(folder: Path) -> str | None:
+    """Whether this machine sees rank 0's output folder; checkpoints cut over local disks could not be continued from."""
+    if environment("WORLD_SIZE", 1) == environment("LOCAL_WORLD_SIZE", 1):
+        return None
+    host, token = exchange("token", [socket.gethostname(), secrets.token_hex(8)])[0]
+    mark = folder / f".shared-{token}"  # a new name: no network file system can have cached it as absent
+    if is_main():
+        mark.touch()
+    exchange("token written", None)
+    begun = time.monotonic()
+    while not (seen := mark.exists()) and time.monotonic() - begun < 10:
+        time.sleep(0.2)
+    exchange("token read", None)
+    if is_main():
+        mark.unlink()
+    if seen:
+        return None
+    return (
+        f"output_dir {folder.absolute()} on {socket.gethostname()} is not the folder that {host} writes: each machine would "
+        "keep its own part of every checkpoint. Give an --output_dir on a file system that all machines share."
+    )
+
+
 def open_run(script_args, training_args, model_args, recipe_args) -> None:
     """Stage 1, after the arguments: memory, the output folder (locked, and only ever one run's), what to resume.
 
@@ -209,6 +224,7 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
             earlier = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         reasons = {str(path): is_complete(path) for path in checkpoints(folder)}
     agree("lock", problem)
+    agree("shared folder", shared_problem(folder))
     earlier, reasons = exchange("earlier", [earlier, reasons])[0]  # what rank 0 saw
     asked = identity(script_args, training_args, model_args, recipe_args)
     before, resume = earlier.get("arguments", asked), training_args.resume_from_checkpoint

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
-from guard import RUN, agree, environment, is_main, record, say, strategy_problem
+from guard import strategy_problem
+from ranks import RUN, agree, environment, is_main, record, say
 
 MARK = "complete.json"  # a checkpoint without it is not whole
 GIB = 2**30
