@@ -21,6 +21,7 @@ scripts/sroie_figure.py draws it.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -329,7 +330,7 @@ class Study:
             extra = [*(config or ["--seed", "42"]), "--max_steps", "40", "--logging_steps", "1"]
             trained = self.train(f"timing-{name}", path, PLAIN, extra=extra)
             times = [line["time"] for line in trained["metrics"] if "loss" in line]
-            gaps = sorted(after - before for before, after in zip(times[-31:], times[-30:], strict=False))
+            gaps = sorted(after - before for before, after in itertools.pairwise(times[-31:]))
             results[name] = {"step_seconds": round(gaps[len(gaps) // 2], 4) if gaps else None}
             results[name] |= {"peak_memory_gib": trained["peak_memory_gib"], "seconds": trained["seconds"]}
             return results[name]

@@ -540,14 +540,22 @@ def test_two_processes_share_the_work_and_write_the_same_answers(tiny_model, sin
     assert "unparseable 6" in result.stdout
 
 
-def test_program_names_a_bad_row_and_exits_non_zero(tmp_path):
+def test_program_names_a_bad_row_and_exits_non_zero(tmp_path, monkeypatch, capsys):
+    import score
+
     data = tmp_path / "rows.jsonl"
     data.write_text('{"text": "DOC", "entities": {}}\n{"text": "DOC", "entities": {"totl": 1}}\n')
-    columns = ["--schema_file", RECIPE / "schema_sample.json", "--text_column", "text", "--target_column", "entities"]
-    result = program([sys.executable], tmp_path, data, *columns)
-    assert result.returncode == 1
-    assert f"{data}, row 2: totl: this key is not in the schema" in result.stderr
-    assert "Traceback" not in result.stderr
+    columns = [
+        "--schema_file",
+        str(RECIPE / "schema_sample.json"),
+        "--text_column",
+        "text",
+        "--target_column",
+        "entities",
+    ]
+    monkeypatch.setattr(sys, "argv", ["score.py", str(tmp_path), str(data), *columns])
+    assert score.main() == 1
+    assert f"{data}, row 2: totl: this key is not in the schema" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -556,6 +564,7 @@ def test_program_names_a_bad_row_and_exits_non_zero(tmp_path):
         (["--chat_template_kwargs", "thinking"], "expected a JSON object"),
         (["--batch_size", "0"], "expected a whole number"),
         (["--max_new", "5"], "unrecognized arguments"),
+        (["--engine", "sglang"], "invalid choice"),
     ],
 )
 def test_bad_flags_are_refused(arguments, reason, capsys):
@@ -572,3 +581,125 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
 
     with pytest.raises(ValueError, match=r"nothere: it is not a folder here, and from the Hub cannot be loaded"):
         score.load_model(str(tmp_path / "nothere"), torch.float32, "cpu")
+
+
+# ---- held to the schema, and vLLM ------------------------------------------------------------------------------------
+
+# Fields that a random model can fill within few tokens: free text would never end.
+CLOSED = {
+    "type": "object",
+    "properties": {
+        "doc_type": {"type": ["string", "null"], "enum": ["invoice", "credit_note", None]},
+        "paid": {"type": "boolean"},
+        "date": {"type": "string", "format": "date"},
+        "items": {
+            "type": "array",
+            "maxItems": 2,
+            "items": {"type": "object", "properties": {"in_stock": {"type": "boolean"}}},
+        },
+    },
+}
+
+
+def test_constrained_answers_follow_the_schema_whatever_the_model_and_the_batch(single_answers):
+    import score
+
+    from invoice import check_target
+
+    model, tokenizer, prompts, options, free = single_answers
+    options = options | {"max_new_tokens": 120, "schema": CLOSED}
+    alone = score.generate(model, tokenizer, prompts, batch_size=1, **options)
+    assert score.generate(model, tokenizer, prompts, batch_size=4, **options) == alone
+    assert not any(limit_hit for _, limit_hit in alone)
+    for text, _ in alone:
+        value = json.loads(text)
+        assert check_target(value, CLOSED) == []
+        assert list(value) == ["doc_type", "paid", "date", "items"]  # no key is left out, in the schema's order
+        assert text == json.dumps(value, separators=(",", ":"))  # the trained form: no blanks
+    assert free != alone
+
+
+def test_every_shipped_target_is_allowed_by_the_constraint(single_answers):
+    """A constraint that forbids what the model was trained to write would cost score in silence."""
+    import generation
+
+    _, tokenizer, _, _, _ = single_answers
+    rows = [json.loads(line) for line in TEST_ROWS.read_text(encoding="utf-8").splitlines()]
+    targets = [(SAMPLE, row["entities"]) for row in rows]
+    item = {"name": 'Tea "green", 1/2 kg', "quantity": 2, "price": -1.5}
+    targets.append((INVOICE, {"doc_type": "credit_note", "date": "2024-02-29", "total": -12, "items": [item, item]}))
+    targets += [(INVOICE, {}), (RECEIPT, {"company": "KEDAI MÜLLER & SÖHNE", "total": "RM 9.00"})]
+    for schema, value in targets:
+        grammar = generation.SchemaGrammar(schema, tokenizer, [tokenizer.eos_token_id])
+        (matcher,) = grammar.matchers(1, len(tokenizer))
+        ids = tokenizer.encode(target_text(value, schema), add_special_tokens=False)
+        assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def test_without_llguidance_the_message_names_it(single_answers, monkeypatch):
+    import generation
+
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match="pip install llguidance"):
+        generation.SchemaGrammar(SAMPLE, single_answers[1], [0])
+
+
+VLLM = {  # answers with the last three tokens of the prompt; the second of two prompts hits the limit
+    "__init__.py": """
+import json, types
+class SamplingParams:
+    def __init__(self, **given): self.given = given
+class LLM:
+    def __init__(self, **given): self.given = given
+    def generate(self, prompts, sampling, lora_request=None):
+        json.dump({"engine": self.given, "sampling": {k: v for k, v in sampling.given.items() if k != "structured_outputs"},
+                   "schema": getattr(sampling.given["structured_outputs"], "json", None)}, open("asked.json", "w"))
+        ends = ["stop", "length"]
+        return [types.SimpleNamespace(outputs=[types.SimpleNamespace(
+            token_ids=prompt["prompt_token_ids"][-3:], finish_reason=end)]) for prompt, end in zip(prompts, ends)]
+""",
+    "lora/__init__.py": "",
+    "lora/request.py": "class LoRARequest: pass",
+    "sampling_params.py": "class StructuredOutputsParams:\n    def __init__(self, json): self.json = json",
+}
+
+
+def test_vllm_gets_the_same_token_ids_and_its_answers_are_read_the_same_way(
+    tiny_model, single_answers, tmp_path, monkeypatch
+):
+    """With a stand-in for vLLM, which runs on GPUs: the hand-over, not vLLM, is what this shows."""
+    import generation
+
+    _, tokenizer, prompts, _, _ = single_answers
+    for name, source in VLLM.items():
+        (tmp_path / "vllm" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "vllm" / name).write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    kwargs = {"enable_thinking": False}
+    answers = generation.vllm_answers(
+        str(tiny_model),
+        prompts[:2],
+        python=sys.executable,
+        dtype="float32",
+        max_new_tokens=7,
+        schema=CLOSED,
+        chat_template_kwargs=kwargs,
+    )
+    encoded = generation.encode_prompts(tokenizer, prompts[:2], kwargs)
+    assert answers[0] == (tokenizer.decode(encoded[0][-3:], skip_special_tokens=True), False)
+    assert answers[1] == (tokenizer.decode(encoded[1][-3:], skip_special_tokens=True), True)
+    asked = json.loads((tmp_path / "asked.json").read_text())
+    assert asked["sampling"]["temperature"] == 0 and asked["sampling"]["max_tokens"] == 7
+    assert tokenizer.eos_token_id in asked["sampling"]["stop_token_ids"]
+    assert asked["engine"]["generation_config"] == "vllm"  # not the model's sampling
+    assert asked["schema"]["required"] == list(CLOSED["properties"])
+
+
+def test_without_vllm_the_message_says_where_it_is_looked_for(tiny_model, single_answers, capfd):
+    import generation
+
+    with pytest.raises(ValueError, match="--engine vllm"):
+        generation.vllm_answers(str(tiny_model), single_answers[2][:1], python=sys.executable, dtype="float32")
+    assert "vLLM is not installed for" in capfd.readouterr().err
