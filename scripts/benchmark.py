@@ -18,11 +18,11 @@ what WORK/benchmark.jsonl holds is not run again.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -251,6 +252,16 @@ def arms(target: Target) -> dict[str, dict]:
     return made
 
 
+def settings_of(target: Target, arm: str, rows: str) -> dict:
+    """An arm's settings for these rows: documents of N tokens are as long as the limit, in micro-batches as large."""
+    settings = dict(arms(target)[arm])
+    if rows.startswith("dense:") and "max_length" in settings:
+        size = int(rows.partition(":")[2])
+        tokens = settings["max_length"] * settings["per_device_train_batch_size"]
+        settings |= {"max_length": size, "per_device_train_batch_size": max(1, tokens // size)}
+    return settings
+
+
 def chosen_arms(target: Target, wanted: list[str]) -> list[str]:
     """Names of arms that `wanted` asks for: a name, the part before the colon (add, drop), or `extra`."""
     names = []
@@ -368,7 +379,7 @@ class Arm:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         for file in (self.result, self.gate):
             file.unlink(missing_ok=True)
-        settings = arms(target)[name]
+        settings = settings_of(target, name, key["rows"])
         passed = {
             "rows": str(rows),
             "result": str(self.result),
@@ -376,7 +387,7 @@ class Arm:
             "warmup": options.warmup,
             "steps": options.steps,
             "seconds": options.seconds,
-            "weights": options.weights,
+            "weights": "file" if name == "unsloth" else options.weights,
             "bf16_weights": settings.get("bf16_weights", False),
             "profile": str(work / f"profile-{number:03}.txt") if options.profile else None,
         }
@@ -395,9 +406,7 @@ class Arm:
         with open(self.log, "w", encoding="utf-8") as output:
             output.write(" ".join(command) + "\n")
             output.flush()
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def finish(self, timeout: float) -> dict:
         """Let it run, and return what it measured, or the error."""
@@ -414,13 +423,12 @@ class Arm:
         return {"error": f"exit code {code}", "output": text[max(max(places) - 800, 0) :][:2000]}
 
     def stop(self) -> None:
-        """End the launcher and the process it started, which are a group of their own."""
-        if self.process.poll() is None or not self.result.is_file():
-            try:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                return
-            self.process.wait()
+        """End the launcher and its rank, which torchrun gives a session of its own: it would keep its GPU memory."""
+        if self.process.poll() is None:
+            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.process.wait()
 
 
 def figures(result: dict, config, lengths: np.ndarray, trained: str) -> dict:
@@ -475,15 +483,17 @@ def run(options) -> int:
 
     def start(number: int) -> tuple[Arm, object, np.ndarray]:
         key = plan[number]
-        settings, limit = arms(target)[key["arm"]], 256 if options.rehearse else 10**9
-        model = model_folder(target, options.work, key["depth"], options.rehearse, options.weights)
+        settings, limit = settings_of(target, key["arm"], key["rows"]), 256 if options.rehearse else 4096
+        # Unsloth looks at the files before it loads them.
+        weights = "file" if key["arm"] == "unsloth" else options.weights
+        model = model_folder(target, options.work, key["depth"], options.rehearse, weights)
         config = AutoConfig.from_pretrained(model)
         length = int(settings.get("max_length") or settings.get("length") or (1024 if key["arm"] == "trl" else 4096))
         batch = settings.get("per_device_train_batch_size", settings.get("batch", 8))
         batch *= settings.get("gradient_accumulation_steps", settings.get("accumulation", 1))
         # Enough for every timed step, counted as if all rows were full; the loader starts over where they end.
         tokens = min(length * batch * (options.warmup + options.steps), 8_000_000)
-        rows = document_lengths(key["rows"], 4000 if options.rehearse else tokens, min(4096, limit))
+        rows = document_lengths(key["rows"], 4000 if options.rehearse else tokens, limit)
         file = write_rows(options.work / "rows" / f"{number:03}" / "train.parquet", rows, config.vocab_size)
         arm = Arm(key["arm"], len(lines) + number, target, key, model, file, options)
         return arm, config, np.minimum(rows, length)
@@ -499,7 +509,13 @@ def run(options) -> int:
         if options.overlap and number + 1 < len(plan):
             following = start(number + 1)
         result = arm.finish(min(left - 5, options.arm_limit))
-        line = {"key": key, "label": target.label, "settings": arms(target)[key["arm"]], **surroundings(), **result}
+        line = {
+            "key": key,
+            "label": target.label,
+            "settings": settings_of(target, key["arm"], key["rows"]),
+            **surroundings(),
+            **result,
+        }
         if "error" not in result:
             line |= figures(result, config, rows, target.trained)
         failed += "error" in result

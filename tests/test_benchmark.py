@@ -52,6 +52,8 @@ def test_lengths_are_frozen():
     assert short.sum() >= 100_000 and long.sum() >= 2_000_000
     assert 550 < long.mean() < 610 and long.min() >= 16 and long.max() == 4096  # the cut at 4096 takes some of 600
     assert list(benchmark.document_lengths("dense:1024", 3000, 4096)) == [1024] * 3
+    longer = benchmark.settings_of(benchmark.TARGETS["llama"], "full", "dense:16384")
+    assert (longer["max_length"], longer["per_device_train_batch_size"]) == (16384, 2)  # as many tokens a micro-step
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +150,29 @@ def test_budget_ends_the_call_with_what_it_has(tmp_path):
     command += ["--rehearse", "--no-gate", "--budget", "10", "--reserve", "60", "--arms", "seed", "trl"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ, timeout=120)
     assert done.returncode == 0 and "budget: 2 arms are not run" in done.stdout
+
+
+def test_an_arm_that_is_stopped_leaves_no_process(tmp_path):
+    """A rank that is left behind would hold its GPU memory, and the next arm would be measured beside it."""
+    import psutil
+
+    command = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), "run", str(tmp_path), "--target", "llama"]
+    command += [
+        "--rehearse",
+        "--no-gate",
+        "--arm-limit",
+        "6",
+        "--steps",
+        "100000",
+        "--seconds",
+        "1000",
+        "--arms",
+        "seed",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 1 and "no result after 6 s" in done.stdout
+    left = [p.pid for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])]
+    assert not left
 
 
 def test_rows_hold_no_special_token(tmp_path):
