@@ -8,6 +8,7 @@ file, in place of `inputs.load_rows`), the weights (random, made on the device, 
 (after the timed steps the process leaves, without saving). `Clock` takes the times; its docstring says how.
 """
 
+import importlib.metadata
 import itertools
 import json
 import os
@@ -43,6 +44,18 @@ class Marks:
 
 
 MARKS = Marks()
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that decide the speed, those that this arm runs with."""
+    names = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "flash-attn-4", "liger-kernel")
+    found = {}
+    for name in (*names, "bitsandbytes", "unsloth"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def make_clock(options: dict, trainer):
@@ -140,6 +153,7 @@ def make_clock(options: dict, trainer):
                 "micro_batch": [trainer.args.train_batch_size, trainer.args.gradient_accumulation_steps],
                 "trained_dtypes": sorted({str(p.dtype) for p in trainer.model.parameters() if p.requires_grad}),
                 "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+                "versions": versions(),
                 "device": torch.cuda.get_device_name() if cuda else "CPU",
             }
             if cuda:
@@ -206,9 +220,9 @@ def exchange_rows(options: dict, folder: Path) -> None:
 
     inputs.load_rows = lambda *_, **__: (datasets.Dataset.from_parquet(options["rows"]), None)
     if options.get("bf16_weights"):
-        import keeper
+        import guard  # before the recipe's other files take the function from it
 
-        keeper.strategy_problem = lambda trainer: None
+        guard.strategy_problem = lambda trainer: None
 
 
 def wait_for_device(options: dict) -> None:

@@ -19,7 +19,6 @@ what WORK/benchmark.jsonl holds is not run again.
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import math
 import os
@@ -419,8 +418,9 @@ class Arm:
         if self.result.is_file():
             return json.loads(self.result.read_text())
         text = self.log.read_text(errors="replace")
-        places = [text.rfind(word) for word in ("Error", "error:")]
-        return {"error": f"exit code {code}", "output": text[max(max(places) - 800, 0) :][:2000]}
+        told = text.find("\nerror:")  # the recipe's own paragraph; else the last exception
+        place = told if told >= 0 else max(text.rfind("Error") - 800, 0)
+        return {"error": f"exit code {code}", "output": text[place : place + 2000]}
 
     def stop(self) -> None:
         """End the launcher and its rank, which torchrun gives a session of its own: it would keep its GPU memory."""
@@ -438,19 +438,6 @@ def figures(result: dict, config, lengths: np.ndarray, trained: str) -> dict:
     count = flops.flops_per_token(config, lengths, trained)
     rate = result["tokens_per_second"] * count
     return {"flops_per_token": count, "mfu": rate / flops.PEAK, "share_of_ceiling": rate / flops.CEILING}
-
-
-def surroundings() -> dict:
-    """Versions and the day."""
-    names = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "flash-attn-4", "liger-kernel")
-    names += ("bitsandbytes", "unsloth")
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {"date": time.strftime("%Y-%m-%d"), "versions": found}
 
 
 def run(options) -> int:
@@ -513,7 +500,7 @@ def run(options) -> int:
             "key": key,
             "label": target.label,
             "settings": settings_of(target, key["arm"], key["rows"]),
-            **surroundings(),
+            "date": time.strftime("%Y-%m-%d"),
             **result,
         }
         if "error" not in result:
@@ -544,15 +531,23 @@ def summary(line: dict) -> str:
 # ------------------------------------------------------------------------------------------------------------ report
 
 
+def read_kept() -> dict:
+    """docs/benchmark.json: `results`, and what the correctness `gate` found. Ends the program where there is none."""
+    if not KEPT.is_file():
+        sys.exit(f"error: there is no {KEPT}. Measure first: benchmark.py run ..., then benchmark.py keep FILE.")
+    return json.loads(KEPT.read_text(encoding="utf-8"))
+
+
 def keep(options) -> int:
-    """Add measured lines to docs/benchmark.json; a line with the key of one that is there takes its place."""
-    kept = json.loads(KEPT.read_text())["results"] if KEPT.is_file() else []
+    """Add lines of benchmark.jsonl and gate.jsonl to docs/benchmark.json; what was measured again takes its place."""
+    kept = read_kept() if KEPT.is_file() else {"gate": [], "results": []}
     for path in options.files:
         for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
             line.pop("output", None)
-            kept = [other for other in kept if other["key"] != line["key"]] + [line]
-    KEPT.write_text(json.dumps({"results": kept}, indent=1) + "\n", encoding="utf-8")
-    print(f"{KEPT}: {len(kept)} results")
+            part, name = ("results", "key") if "key" in line else ("gate", "model")
+            kept[part] = [other for other in kept[part] if other[name] != line[name]] + [line]
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    print(f"{KEPT}: {len(kept['results'])} results")
     return 0
 
 
@@ -626,7 +621,7 @@ def table(results: list[dict]) -> str:
 
 def write_table(options) -> int:
     """Put the table between the marks of a Markdown file, or print it."""
-    results = [line for line in json.loads(KEPT.read_text())["results"] if not line["key"]["rehearse"]]
+    results = [line for line in read_kept()["results"] if not line["key"]["rehearse"]]
     made = table(results)
     if options.file is None:
         print(made)
@@ -646,7 +641,7 @@ def plot(options) -> int:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    results = [r for r in json.loads(KEPT.read_text())["results"] if "error" not in r and not r["key"]["rehearse"]]
+    results = [r for r in read_kept()["results"] if "error" not in r and not r["key"]["rehearse"]]
     by_target = {}
     for (target, rows, _, arm), repeats in grouped([r for r in results if not r["key"]["depth"]]).items():
         if rows == "real":

@@ -1,5 +1,6 @@
 """The benchmark measures what it says: the arms' settings, the tokens, the gate, the fit; rehearsed on the CPU."""
 
+import argparse
 import json
 import math
 import os
@@ -143,6 +144,25 @@ def test_table_takes_medians_keeps_failures_and_calls_the_fit_extrapolated():
     assert "| llama | full | 105 | 9.5% |" in text
     assert "| llama | seed | exit code 1 |" in text
     assert "10.0 + 2.00 L from depths 4, 8, 12; extrapolated, not measured, to 36 layers: 12,195 tok/s" in text
+
+
+def test_results_are_kept_and_written_between_the_marks(tmp_path, monkeypatch):
+    """A line that was measured again takes the place of the old one; the table and the plot come from the file."""
+    monkeypatch.setattr(benchmark, "KEPT", tmp_path / "benchmark.json")
+    for rate in (100.0, 120.0):
+        (tmp_path / "lines.jsonl").write_text(json.dumps(result("full", rate)) + "\n")
+        assert benchmark.keep(argparse.Namespace(files=[tmp_path / "lines.jsonl"])) == 0
+    assert [line["tokens_per_second"] for line in benchmark.read_kept()["results"]] == [120.0]
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- benchmark table -->\nold\n<!-- end of benchmark table -->\nafter\n")
+    assert benchmark.write_table(argparse.Namespace(file=page)) == 0
+    assert "| llama | full | 120 |" in page.read_text() and "old" not in page.read_text()
+    assert page.read_text().startswith("before\n") and page.read_text().endswith("after\n")
+    page.write_text("no marks")
+    with pytest.raises(SystemExit, match="benchmark table"):
+        benchmark.write_table(argparse.Namespace(file=page))
+    benchmark.plot(argparse.Namespace(picture=tmp_path / "bars.svg"))
+    assert "<svg" in (tmp_path / "bars.svg").read_text()
 
 
 def test_budget_ends_the_call_with_what_it_has(tmp_path):
