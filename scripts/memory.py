@@ -1,6 +1,7 @@
 """How much memory a run needs, per GPU and per host, by phase and by item, from the model's config alone.
 
-    python scripts/memory.py --compare docs/memory.json   # predicted against measured, error of each, mean and worst
+    python scripts/memory.py --compare docs/memory.json   # predicted against measured, error of each, mean and worst;
+                                                          # puts the predictions into the file, for the README's table
     python scripts/memory.py --recipe llama-3.2-1b --gpus 8 --gpu-gib 80    # every strategy, for a shipped recipe
 
 `predict(config, settings)` gives one Prediction; `table(config, settings, gpu_bytes, host_bytes)` all strategies, with
@@ -46,6 +47,7 @@ SLACK = 1.03  # what the allocator reserves over what it has handed out
 
 BUCKET = 500_000_000  # elements; DeepSpeed's default `reduce_bucket_size` (stage_1_and_2.py), as zero1/2.json leave it
 LIVE = 1_000_000_000  # elements; `stage3_max_live_parameters` and `stage3_max_reuse_distance` (zero/config.py)
+SUB_GROUP = 1_000_000_000  # elements; `sub_group_size` (zero/config.py)
 SHARD_FILE = 50 * 10**9  # bytes; `max_shard_size` of transformers' save_pretrained
 
 
@@ -117,7 +119,7 @@ class Parameter:
     trained: bool
     decays: bool
     unit: int | str
-    packs: bool  # a linear layer's weight that 4-bit and 8-bit loading replace
+    packs: bool  # 4-bit and 8-bit loading replace it
 
     @property
     def size(self) -> int:
@@ -172,12 +174,16 @@ def _adapter(settings: Settings) -> tuple:
 
 
 @functools.lru_cache(maxsize=32)
-def _parameters(config_json, kind, lora_r, targets, stacks) -> tuple[Parameter, ...]:
+def _parameters(config_json, kind, lora_r, targets, fused) -> tuple[Parameter, ...]:
     config = kind.from_dict(json.loads(config_json))
-    model = memory_trace.meta_model(config, Settings(lora_r=lora_r, lora_targets=targets, lora_parameters=stacks).lora)
+    model = memory_trace.meta_model(config, Settings(lora_r=lora_r, lora_targets=targets, lora_parameters=fused).lora)
     base = model.get_base_model() if lora_r else model
     embedding = base.get_input_embeddings().weight
-    linear = {id(m.weight) for n, m in base.named_modules() if type(m).__name__ == "Linear" and "lm_head" not in n}
+    # What 4-bit loading packs: the recipes' expert stacks where there are some, else bitsandbytes' linear layers.
+    stacks = {id(p) for n, p in base.named_parameters() if "experts" in n and p.ndim == 3 and "lora_" not in n}
+    linear = {id(m.weight) for n, m in base.named_modules() if type(m).__name__ == "Linear" and "lora_" not in n}
+    linear -= {id(base.get_output_embeddings().weight)}
+    packed = stacks or linear
     found = []
     for name, parameter in model.named_parameters():
         layer = re.search(r"\.layers\.(\d+)\.", name)
@@ -187,7 +193,7 @@ def _parameters(config_json, kind, lora_r, targets, stacks) -> tuple[Parameter, 
         decays = not re.search(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", name.lower())
         unit = int(layer[1]) if layer else outside
         shape = tuple(parameter.shape)
-        found.append(Parameter(name, shape, parameter.requires_grad, decays, unit, id(parameter) in linear))
+        found.append(Parameter(name, shape, parameter.requires_grad, decays, unit, id(parameter) in packed))
     return tuple(found)
 
 
@@ -308,7 +314,8 @@ def _in_flight(config, settings: Settings, phase: str) -> dict[str, int]:
 
     FSDP2 holds a layer, the flat output of the next gather and the copies made of it; the tail (head, and the embedding
     tied to it) stays gathered after its forward (accelerate, fsdp_utils.py `fsdp2_prepare_model`). A layer's gradients
-    are copied to the flat input of their reduce-scatter, and the last one's is freed a layer later. ZeRO-3 keeps what it
+    are copied to the flat input of their reduce-scatter, and the last one's is freed a layer later. With accumulation
+    accelerate's `no_sync` keeps every layer's gradients whole between the micro steps. ZeRO-3 keeps what it
     will use again within LIVE elements. ZeRO-1 and -2 take two buckets at the first gradient (`setup_buckets`).
     """
     every, strategy, half = parameters(config, settings), settings.strategy, 2 if settings.bf16 else 4
@@ -326,7 +333,8 @@ def _in_flight(config, settings: Settings, phase: str) -> dict[str, int]:
         return {}
     if strategy == "fsdp":
         gathered = half * (3 * layer[0] + tail[0])
-        return {"gathered weights": gathered, "gradients in flight": 3 * half * layer[1] if backward else 0}
+        whole = half * trained if settings.accumulation > 1 else 0
+        return {"gathered weights": gathered, "gradients in flight": whole + 3 * half * layer[1] * backward}
     if strategy in ("zero1", "zero2"):
         # ZeRO-1 reduces at the end of the backward pass, and keeps every gradient whole until then.
         whole = half * (
@@ -345,6 +353,13 @@ def _in_flight(config, settings: Settings, phase: str) -> dict[str, int]:
     return {}
 
 
+def _unpacked(every: tuple[Parameter, ...]) -> int:
+    """Elements of packed weights that are unpacked at one time: both expert stacks of a layer, or one linear layer."""
+    packs = [p for p in every if p.packs]
+    stacks = [p.size for p in packs if len(p.shape) == 3 and p.unit == packs[0].unit]
+    return sum(stacks) or max((p.size for p in packs), default=0)
+
+
 def _step(config, settings: Settings, trace: dict[str, dict[str, int]]) -> tuple[str, dict[str, int]]:
     """Where a step's peak lies, and its items there."""
     kept, found = sharded(config, settings), {}
@@ -356,8 +371,8 @@ def _step(config, settings: Settings, trace: dict[str, dict[str, int]]) -> tuple
                 kept["gradients"] if "first" in phase or "end" in phase or settings.accumulation > 1 else 0
             )
         items |= _in_flight(config, settings, phase)
-        if settings.load_in_4bit or settings.load_in_8bit:  # one layer's weight at a time is unpacked
-            items["unpacked weight"] = 2 * max((p.size for p in parameters(config, settings) if p.packs), default=0)
+        if settings.load_in_4bit or settings.load_in_8bit:
+            items["unpacked weights"] = 2 * _unpacked(parameters(config, settings))
         found[phase] = items
     found["optimizer"] = {
         "weights": kept["weights"],
@@ -366,8 +381,10 @@ def _step(config, settings: Settings, trace: dict[str, dict[str, int]]) -> tuple
         "workspace": WORKSPACE,
         **_in_flight(config, settings, "optimizer"),
     }
-    if settings.strategy.startswith("zero"):  # the partition's gradients once more, flat and in fp32
-        found["optimizer"]["gradients in fp32"] = 2 * kept["gradients"]
+    if settings.strategy.startswith("zero"):
+        # Once more flat, and in fp32; ZeRO-3 does so for SUB_GROUP elements at a time.
+        most = math.inf if settings.strategy in ("zero1", "zero2") else 2 * SUB_GROUP
+        found["optimizer"]["gradients in fp32"] = 3 * min(kept["gradients"], most)
     if settings.strategy == "zero3_offload":
         for items in found.values():
             items["optimizer"] = items["gradients"] = items["weights"] = 0
@@ -468,7 +485,7 @@ def largest_batch(config, settings: Settings, gpu_bytes: float, host_bytes: floa
         at = dataclasses.replace(settings, micro_batch=rows)
         return predict(config, at, _between(config, settings, rows)).fits(gpu_bytes, host_bytes)
 
-    if not fits(1):
+    if _states_exceed(config, settings, gpu_bytes) or not fits(1):
         return 0
     low, high = 1, 2
     while high <= 4096 and fits(high):
@@ -536,9 +553,15 @@ def changes(config, settings: Settings, gpu_bytes: float, host_bytes: float, str
     return ["Nothing smaller fits: take GPUs with more memory, or a smaller model."]
 
 
+def _states_exceed(config, settings: Settings, gpu_bytes: float) -> bool:
+    """Whether weights, gradients and optimizer alone are too much: no step need be traced to know."""
+    return settings.strategy != "zero3_offload" and sum(sharded(config, settings).values()) > gpu_bytes
+
+
 def _first_fit(config, settings: Settings, gpu_bytes: float, host_bytes: float, strategies) -> str | None:
     for strategy in strategies:
-        if predict(config, dataclasses.replace(settings, strategy=strategy)).fits(gpu_bytes, host_bytes):
+        one = dataclasses.replace(settings, strategy=strategy)
+        if not _states_exceed(config, one, gpu_bytes) and predict(config, one).fits(gpu_bytes, host_bytes):
             return strategy
     return None
 
@@ -637,56 +660,49 @@ def of_recipe(recipe: str, name: str = "config", world: int = 1, local: int = 1)
 
 
 def compare(report: dict) -> list[dict]:
-    """Each measured setting of measure_memory.py's file with its prediction: name, measured, predicted, error, at."""
-    rows = []
-    for line in report["settings"]:
-        if "measured" not in line:
-            continue
+    """The measured settings of measure_memory.py's file, each with `predicted` (bytes), `at` and `items` put in."""
+    lines = [line for line in report["settings"] if "measured" in line]
+    for line in lines:
         given = {key: tuple(value) if isinstance(value, list) else value for key, value in line["settings"].items()}
-        config = real_config(line["family"], line["size"], line["layers"])
-        prediction, measured = predict(config, Settings(**given)), line["measured"]["step"]
-        predicted = sum(prediction.step.values())
-        error = predicted / measured - 1 if measured else math.nan
-        rows.append(
-            {
-                "name": line["name"],
-                "measured": measured,
-                "predicted": predicted,
-                "error": error,
-                "at": prediction.at,
-                "items": prediction.step,
-            }
-        )
-    return rows
+        prediction = predict(real_config(line["family"], line["size"], line["layers"]), Settings(**given))
+        line |= {"predicted": sum(prediction.step.values()), "at": prediction.at, "items": prediction.step}
+    return lines
 
 
-def summary(rows: list[dict]) -> str:
+def error(line: dict) -> float:
+    """Predicted over measured peak of a step, less one. Measured is the largest of the steps after the first."""
+    return line["predicted"] / line["measured"]["step"] - 1
+
+
+def summary(lines: list[dict]) -> str:
     """Mean and worst absolute error in one line."""
-    errors = [abs(row["error"]) for row in rows]
-    return f"{len(rows)} settings: mean error {sum(errors) / len(errors):.1%}, worst {max(errors):.1%}"
+    errors = [abs(error(line)) for line in lines]
+    return f"{len(lines)} settings: mean error {sum(errors) / len(errors):.1%}, worst {max(errors):.1%}"
 
 
 def memory_peak_table(report: dict) -> str:
-    """The README's table of predicted against measured peaks."""
-    rows = compare(report)
-    lines = ["| setting | measured GiB | predicted GiB | error |", "|---|---|---|---|"]
-    for row in rows:
-        sizes = f"{row['measured'] / GIB:.2f} | {row['predicted'] / GIB:.2f}"
-        lines.append(f"| {row['name']} | {sizes} | {row['error']:+.1%} |")
-    return "\n".join([*lines, "", f"{summary(rows)}."])
+    """The README's table of predicted against measured peaks, from a file that `--compare` has completed."""
+    lines = [line for line in report["settings"] if "measured" in line]
+    rows = ["| setting | measured GiB | predicted GiB | error |", "|---|---|---|---|"]
+    for line in lines:
+        sizes = f"{line['measured']['step'] / GIB:.2f} | {line['predicted'] / GIB:.2f}"
+        rows.append(f"| {line['name']} | {sizes} | {error(line):+.1%} |")
+    return "\n".join([*rows, "", f"{summary(lines)}."])
 
 
 def _print_compare(file: Path) -> None:
     report = json.loads(file.read_text(encoding="utf-8"))
-    rows = compare(report)
-    for row in rows:
-        print(f"{row['measured'] / GIB:8.2f} {row['predicted'] / GIB:8.2f} {row['error']:+7.1%}  {row['name']}")
-        items = ", ".join(f"{name} {size / GIB:.2f}" for name, size in row["items"].items())
-        print(f"{'':27}{row['at']}: {items}")
+    lines = compare(report)
+    for line in lines:
+        measured = line["measured"]["step"]
+        print(f"{measured / GIB:8.2f} {line['predicted'] / GIB:8.2f} {error(line):+7.1%}  {line['name']}")
+        items = ", ".join(f"{name} {size / GIB:.2f}" for name, size in line["items"].items())
+        print(f"{'':27}{line['at']}: {items}")
     for line in report["settings"]:
         if "error" in line:
             print(f"not measured: {line['name']}: {line['error'][:100]}")
-    print(f"GiB measured, GiB predicted, error. {summary(rows)}.")
+    print(f"GiB measured, GiB predicted, error. {summary(lines)}.")
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _print_table(arguments) -> None:

@@ -192,7 +192,7 @@ def trace(config, settings, layers: int, compute: str) -> dict[str, dict[str, in
     config = copy.deepcopy(config)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+        config.layer_types = (2 * config.layer_types)[:layers]
     dtype = getattr(torch, settings.dtype if compute == "autocast" else compute)
     model = meta_model(config, settings.lora, dtype)
     if compute != "autocast":

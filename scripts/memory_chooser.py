@@ -1,0 +1,98 @@
+"""What fits where: each recipe on 1, 2, 4 and 8 GPUs of common sizes, for the README's table; from memory.py.
+
+    python scripts/memory_chooser.py       # writes docs/memory_chooser.json, some minutes; then scripts/result_tables.py
+
+A cell is the first strategy that fits, in the order of memory.STRATEGIES, and the largest micro batch under it. The
+recipe's config.yaml is tried first, as shipped and then with one row a GPU; where it fits under no strategy, the recipe's
+other configurations.
+"""
+
+import ast
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import memory
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "docs" / "memory_chooser.json"
+# GB as sold -> MiB as nvidia-smi prints them: L4, A100 40 GB, L40S, H100, H200.
+GPUS = {24: 23034, 40: 40960, 48: 46068, 80: 81559, 141: 143771}
+WORLDS = (1, 2, 4, 8)
+HOST_PER_GPU = 128 * 2**30  # bytes of host memory for each GPU
+CONFIGS = {
+    "llama-3.2-1b": ("config", "lora", "qlora"),
+    "qwen3-8b-invoice": ("config", "lora", "qlora"),
+    "gpt-oss-20b": ("config", "qlora"),
+    "gpt-oss-120b": ("config", "qlora"),
+}
+
+
+def fitting_strategies(recipe: str) -> list[str]:
+    """The launch files that the recipe's train.py names, in the order of memory.STRATEGIES."""
+    tree = ast.parse((ROOT / "recipes" / recipe / "train.py").read_text(encoding="utf-8"))
+    named = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return [strategy for strategy in memory.STRATEGIES if strategy in named]
+
+
+def cell(recipe: str, world: int, gpu_bytes: int) -> dict | None:
+    """The first configuration and strategy that fits, with its largest micro batch; None where nothing does."""
+    names = [name for name in fitting_strategies(recipe) if (name == "single") == (world == 1)]
+    if world == 1 and "zero3_offload" in fitting_strategies(recipe):
+        names.append("zero3_offload")
+    for name in CONFIGS[recipe]:
+        config, settings = memory.of_recipe(recipe, name, world, world)
+        for strategy in names:
+            if settings.load_in_4bit and recipe.startswith("gpt-oss") and strategy not in ("single", "ddp"):
+                continue  # packed experts would not be sharded
+            one = dataclasses.replace(settings, strategy=strategy)
+            largest = memory.largest_batch(config, one, gpu_bytes, HOST_PER_GPU * world)
+            if largest:
+                return {"config": name, "strategy": strategy, "micro_batch": largest}
+    return None
+
+
+def choose(recipe: str) -> list[dict]:
+    """All cells of a recipe: {"world", "gpu_gb", "config", "strategy", "micro_batch"}."""
+    cells = []
+    for world in WORLDS:
+        for gb, mib in GPUS.items():
+            cells.append({"world": world, "gpu_gb": gb} | (cell(recipe, world, mib * 2**20) or {"config": None}))
+    return cells
+
+
+def chooser_table(report: dict) -> str:
+    """The README's table: recipes by GPUs down, memory of a GPU across."""
+    lines = [f"| recipe | GPUs | {' | '.join(f'{gb} GB' for gb in GPUS)} |", f"|---|---|{'---|' * len(GPUS)}"]
+    for recipe, cells in report["recipes"].items():
+        for world in WORLDS:
+            words = []
+            for found in (one for one in cells if one["world"] == world):
+                if found["config"] is None:
+                    words.append("-")
+                    continue
+                name = "" if found["config"] == "config" else f"`{found['config']}` "
+                words.append(f"{name}{found['strategy']}, {found['micro_batch']}")
+            lines.append(f"| {recipe} | {world} | {' | '.join(words)} |")
+    note = (
+        "The first strategy that fits, in the order "
+        + ", ".join(memory.STRATEGIES)
+        + ", and the largest micro batch of rows of `max_length` under it; in front, the configuration where it is not "
+        f"config.yaml. Predicted, with bf16 weight files and {HOST_PER_GPU // 2**30} GiB of host memory a GPU."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def main() -> int:
+    report = {"recipes": {}}
+    for recipe in CONFIGS:
+        report["recipes"][recipe] = choose(recipe)
+        print(recipe, "done", flush=True)
+    FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(chooser_table(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
