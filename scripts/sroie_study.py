@@ -59,6 +59,7 @@ CANDIDATES = {
     "rate 1e-3": ("learning rate", {"learning_rate": 1e-3}, {}),
     "batch 8": ("batch, so twice the steps", {"batch": 8}, {}),
     "12 epochs": ("epochs, learning rate", {"epochs": 12, "learning_rate": 5e-4}, {}),
+    "neftune": ("noise on the embeddings, NEFTune 5", {"neftune": 5}, {}),
     "clean": ("training rows whose labels all stand in the text", {}, {"clean": True}),
     "order": ("order of the fields: total, date, company, address", {}, {"order": True}),
     "worn": ("two copies of each row with lines lost and misread", {"epochs": 3}, {"copies": 2}),
@@ -136,7 +137,7 @@ class Study:
         path, start = self.work / f"{log}.log", time.monotonic()
         gpu = self.gpus.get()
         variables = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.work / "cache" / log)}
-        variables |= {"TOKENIZERS_PARALLELISM": "false"}
+        variables |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2"}
         if torch.cuda.is_available():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
             variables["CUDA_VISIBLE_DEVICES"] = visible[gpu] if visible[0] else str(gpu)
@@ -163,6 +164,7 @@ class Study:
         words += ["--gradient_accumulation_steps", "1", "--warmup_steps", "0.05", "--max_length", "2048"]
         words += ["--unfit_rows", "error", "--eval_strategy", "no", "--save_strategy", "no", "--logging_steps", "5"]
         words += ["--activation_checkpointing", "false", "--seed", str(seed), *extra[2:]]
+        words += ["--neftune_noise_alpha", str(setting["neftune"])] if "neftune" in setting else []
         words += ["--use_cpu", "true", "--max_steps", "2", "--logging_steps", "1"] if self.rehearse else []
         seconds = self.run(words, out.name)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -195,10 +197,10 @@ class Study:
         scored = self.score(model, self.test, constrained=True)
         answers = scored["answers"]
         apart = [row for row in answers if row["document"] not in self.near]
-        golds, replies = [row["gold"] for row in apart], [row["prediction"] for row in apart]
+        golds, replies, hits = ([row[key] for row in apart] for key in ("gold", "prediction", "limit_hit"))
         return {
             "test": kept(scored["report"]),
-            "without_near_duplicates": kept(score_replies(golds, replies, self.schema)),
+            "without_near_duplicates": kept(score_replies(golds, replies, self.schema, limit_hits=hits)),
             "constrained": kept(scored["report"]["constrained"]),
             "flags": flag_counts(answers, self.test_rows, self.schema),
         }

@@ -7,6 +7,7 @@ installed beside the cookbook's: `python -m venv vllm-env && vllm-env/bin/pip in
 `score.py ... --engine vllm --vllm_python vllm-env/bin/python`.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -15,9 +16,9 @@ from pathlib import Path
 def main() -> int | str:
     request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
-        from vllm import LLM, SamplingParams
-        from vllm.lora.request import LoRARequest
-        from vllm.sampling_params import StructuredOutputsParams
+        vllm, lora, sampling_params = map(
+            importlib.import_module, ("vllm", "vllm.lora.request", "vllm.sampling_params")
+        )
     except ImportError as error:
         return (
             f"vllm_answers.py: vLLM is not installed for {sys.executable} ({error}). Make an environment for it, "
@@ -27,11 +28,11 @@ def main() -> int | str:
     if request["adapter"]:
         rank = json.loads(Path(request["adapter"], "adapter_config.json").read_text(encoding="utf-8"))["r"]
         options = {"enable_lora": True, "max_lora_rank": max(8, rank)}
-        adapter = LoRARequest("adapter", 1, request["adapter"])
+        adapter = lora.LoRARequest("adapter", 1, request["adapter"])
     if request["schema"]:
         options["structured_outputs_config"] = {"disable_any_whitespace": True}
     longest = max(map(len, request["prompts"])) + request["max_new_tokens"]
-    model = LLM(
+    model = vllm.LLM(
         model=request["model"],
         revision=request["revision"],
         dtype=request["dtype"],
@@ -39,11 +40,13 @@ def main() -> int | str:
         generation_config="vllm",  # not the sampling settings that the model publishes
         **options,
     )
-    sampling = SamplingParams(
+    sampling = vllm.SamplingParams(
         temperature=0,
         max_tokens=request["max_new_tokens"],
         stop_token_ids=request["stop_ids"],
-        structured_outputs=StructuredOutputsParams(json=request["schema"]) if request["schema"] else None,
+        structured_outputs=sampling_params.StructuredOutputsParams(json=request["schema"])
+        if request["schema"]
+        else None,
     )
     prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
     outputs = model.generate(prompts, sampling, lora_request=adapter)
