@@ -12,7 +12,6 @@ that cannot be read. Warnings do not change it.
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import sys
@@ -40,8 +39,12 @@ def _words(argv: list[str]) -> list[str]:
 
 
 def check(words: list[str]) -> tuple[Launch, object, str]:
-    """Read and check the words of a launch line: (launch with its findings, plan or None, text about memory)."""
+    """Read and check the words of a launch line: (launch with its findings, plan or None, text about memory).
+
+    Raises SystemExit, as argparse does, for words that accelerate's launcher cannot read.
+    """
     import check_machine
+    import check_memory
     import check_plan
     import check_rules
 
@@ -50,49 +53,41 @@ def check(words: list[str]) -> tuple[Launch, object, str]:
     if launch.training_args is not None and launch.model_args is not None:
         plan = check_plan.plan(launch)
         check_machine.check(launch)
-        memory = _memory(launch)
+        memory = check_memory.check(launch)
         _data(launch)
-    severities = ("error", "warning")
-    launch.findings.sort(key=lambda finding: severities.index(finding.severity))
+    launch.settle()
     return launch, plan, memory
 
 
-def _memory(launch: Launch) -> str:
-    """The memory table of scripts/memory.py; its findings join the others."""
-    if importlib.util.find_spec("memory") is None:
-        return ""
-    import memory
-
-    if launch.model_config is None or not hasattr(memory, "report"):
-        return ""
-    findings, text = memory.report(launch)
-    launch.findings += [f if isinstance(f, check_launch.Finding) else check_launch.Finding(**f) for f in findings]
-    return text
-
-
 def _data(launch: Launch) -> None:
-    """scripts/inspect_data.py on a sample: with --data, or by itself where the data is a local file."""
-    asked = launch.accelerate.data
-    local = os.path.exists(getattr(launch.script_args, "dataset_name", None) or "")
-    if asked is None or importlib.util.find_spec("inspect_data") is None:
-        if asked is not None or local:
-            launch.notes.append("the data was not inspected; --data [N|all] does that.")
+    """scripts/inspect_data.py on a sample: with --data, or by itself where rows and model are local."""
+    asked, model = launch.accelerate.data, launch.model_args.model_name_or_path
+    rows = getattr(launch.script_args, "dataset_name", None) or ""
+    if asked is None and not (os.path.exists(rows) and os.path.isdir(model)):
+        return
+    if not os.path.isdir(model) and not launch.model_source.startswith("config.json"):
+        launch.add(
+            "data",
+            launch.where("model_name_or_path"),
+            "--data",
+            f"the rows need {model}'s tokenizer, which is not here.",
+            "--model_name_or_path FOLDER",
+        )
         return
     import inspect_data
 
-    sample = None if asked == "all" else int(asked)
-    start = launch.accelerate.training_script_args
+    sample = None if asked == "all" else int(asked or SAMPLE)
+    file = launch.where("dataset_name")
     try:
-        report = inspect_data.inspect(launch.recipe, list(start), sample)
-    except Exception as error:
-        launch.add(
-            "data", launch.where("dataset_name"), "dataset_name", f"{' '.join(str(error).split())}", "see --unfit_rows"
-        )
+        report = inspect_data.inspect(launch.recipe, launch.recipe_words, sample)
+    except Exception as error:  # what train.py would stop at, in its own words
+        why = " ".join(str(error).split())
+        launch.add("data", file, "dataset_name", why, "rows as recipes/NAME/README.md shows them, or --unfit_rows drop")
         return
-    for one in report.checks:
-        if not one.ok:
+    for check in report.checks:
+        if check.ok is False:
             launch.add(
-                "data", launch.where("dataset_name"), one.name, str(one.detail), "rows that pass, or --unfit_rows drop"
+                "data", file, check.name, check.detail, f"python scripts/inspect_data.py {launch.recipe} shows rows"
             )
 
 
@@ -100,10 +95,9 @@ def show(launch: Launch, plan, memory: str, seconds: float) -> None:
     """Print it for people: findings, plan, memory, verdict."""
     errors = [finding for finding in launch.findings if finding.severity == "error"]
     warnings = [finding for finding in launch.findings if finding.severity == "warning"]
-    machine = f"{launch.nodes} machine(s) of {launch.gpus_per_node} GPU(s)" if not launch.cpu else "CPU"
-    print(
-        f"{launch.recipe or launch.script}: {launch.strategy} over {launch.world} process(es), {machine}, {launch.gpu or 'no GPU'}"
-    )
+    place = f"{launch.nodes} machine(s) of {launch.gpus_per_node} x {launch.gpu or 'no GPU'}"
+    spread = f"{launch.strategy} over {launch.world} process(es)"
+    print(f"{launch.recipe or launch.script}: {spread}, {'CPU' if launch.cpu else place}")
     for note in launch.notes:
         print(f"note: {note}")
     for finding in [*errors, *warnings]:

@@ -50,17 +50,71 @@ DEEPSPEED_OWNS = {
     "mixed_precision": '"bf16": {"enabled": "auto"}',
 }
 # Top-level keys that deepspeed.runtime.config and transformers read (its accessors take names, so no model lists them).
-DEEPSPEED_KEYS = """
-train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation steps_per_print
-dump_state disable_python_gc disable_allgather communication_data_type seq_parallel_communication_data_type
-prescale_gradients gradient_predivide_factor gradient_allreduce_op zero_optimization activation_checkpointing
-comms_logger tensorboard wandb csv_monitor comet gradient_clipping fp16 bf16 bfloat16 torch_autocast optimizer scheduler
-zero_allow_untested_optimizer zero_force_ds_cpu_optimizer flops_profiler wall_clock_breakdown memory_breakdown autotuning
-use_data_before_expert_parallelism hybrid_engine pipeline data_efficiency checkpoint data_types aio dataloader_drop_last
-log_level datastates_ckpt weight_quantization compile timers tensor_parallel expert_parallel sequence_parallel_size
-vocabulary_size monitor_config local_rank seed data_parallel_size inference zenflow msamp expert_data_topo compression
-use_node_local_storage data_sampling
-""".split()
+DEEPSPEED_KEYS = frozenset(
+    [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "managed_gradient_accumulation",
+        "steps_per_print",
+        "dump_state",
+        "disable_python_gc",
+        "disable_allgather",
+        "communication_data_type",
+        "seq_parallel_communication_data_type",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "gradient_allreduce_op",
+        "zero_optimization",
+        "activation_checkpointing",
+        "comms_logger",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "gradient_clipping",
+        "fp16",
+        "bf16",
+        "bfloat16",
+        "torch_autocast",
+        "optimizer",
+        "scheduler",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "flops_profiler",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "autotuning",
+        "use_data_before_expert_parallelism",
+        "hybrid_engine",
+        "pipeline",
+        "data_efficiency",
+        "checkpoint",
+        "data_types",
+        "aio",
+        "dataloader_drop_last",
+        "log_level",
+        "datastates_ckpt",
+        "weight_quantization",
+        "compile",
+        "timers",
+        "tensor_parallel",
+        "expert_parallel",
+        "sequence_parallel_size",
+        "vocabulary_size",
+        "monitor_config",
+        "local_rank",
+        "seed",
+        "data_parallel_size",
+        "inference",
+        "zenflow",
+        "msamp",
+        "expert_data_topo",
+        "compression",
+        "use_node_local_storage",
+        "data_sampling",
+    ]
+)
 
 
 def is_true(value: object) -> bool:
@@ -251,15 +305,15 @@ def lint_settings(given: dict, path: Path, strict: bool) -> list[Finding]:
             if str(reshard).lower() not in ("true", "false", "1", "0", "yes", "no", "y", "n", "t", "f", "on", "off"):
                 why = f"{reshard!r} belongs to FSDP version 1; version 2 takes true or false, and stops."
                 add("wrong-value", "fsdp_config.fsdp_reshard_after_forward", why, "fsdp_reshard_after_forward: true")
-        if is_true(given.get("fsdp_activation_checkpointing_offload", False)):
-            if not is_true(given.get("fsdp_activation_checkpointing", False)) or version != "2":
-                key = "fsdp_config.fsdp_activation_checkpointing_offload"
-                why = "it needs fsdp_version 2 and fsdp_activation_checkpointing, and accelerate stops."
-                add("conflict", key, why, "fsdp_activation_checkpointing_offload: false")
-        if is_true(given.get("fsdp_cpu_ram_efficient_loading", True)) and "fsdp_sync_module_states" in given:
-            if not is_true(given["fsdp_sync_module_states"]):
-                why = "loading on rank 0 alone needs the broadcast, and accelerate stops."
-                add("conflict", "fsdp_config.fsdp_sync_module_states", why, "fsdp_sync_module_states: true")
+        recomputes = is_true(given.get("fsdp_activation_checkpointing", False)) and version == "2"
+        if is_true(given.get("fsdp_activation_checkpointing_offload", False)) and not recomputes:
+            key = "fsdp_config.fsdp_activation_checkpointing_offload"
+            why = "it needs fsdp_version 2 and fsdp_activation_checkpointing, and accelerate stops."
+            add("conflict", key, why, "fsdp_activation_checkpointing_offload: false")
+        silent = not is_true(given.get("fsdp_sync_module_states", True))
+        if is_true(given.get("fsdp_cpu_ram_efficient_loading", True)) and silent:
+            why = "loading on rank 0 alone needs the broadcast, and accelerate stops."
+            add("conflict", "fsdp_config.fsdp_sync_module_states", why, "fsdp_sync_module_states: true")
 
     # ---- DeepSpeed
     if deepspeed and given.get("deepspeed_config_file") not in (None, "none"):
@@ -413,10 +467,10 @@ def lint_deepspeed(keys: dict, path: Path, twice: list[str] = ()) -> list[Findin
             '"enabled": "auto" in both',
         )
     sizes = [keys.get(k) for k in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
-    if all(isinstance(size, int) and not isinstance(size, bool) for size in sizes) and 0 not in sizes:
-        if sizes[0] % (sizes[1] * sizes[2]):
-            why = f"{sizes[0]} is no multiple of {sizes[1]} x {sizes[2]} (micro-batch x accumulation)."
-            add("batch", "train_batch_size", why, '"train_batch_size": "auto"')
+    numbers = all(type(size) is int and size > 0 for size in sizes)
+    if numbers and sizes[0] % (sizes[1] * sizes[2]):
+        why = f"{sizes[0]} is no multiple of {sizes[1]} x {sizes[2]} (micro-batch x accumulation)."
+        add("batch", "train_batch_size", why, '"train_batch_size": "auto"')
     if not any(finding.severity == "error" for finding in found) and (said := deepspeed_says(keys)):
         add("refused", "file", f"DeepSpeed stops: {said}.", "what its documentation of config-json names")
     return found

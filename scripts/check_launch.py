@@ -83,8 +83,9 @@ class Launch:
     """A launch line that was read. `None` stands for what could not be read; its finding says why.
 
     accelerate: what accelerate's launcher would run with, after its merging. launch_keys, deepspeed, config_keys: the
-    three files as they stand; given: the launch file's settings with the line's flags. strategies: the launch files that train.py names. model_config: a transformers config,
-    and model_source where it comes from. gpu_bytes and host_ram: bytes of one GPU and of one machine.
+    three files as they stand; given: the launch file's settings with the line's flags. strategies: the launch files that
+    train.py names. recipe_words: what follows train.py. model_config: a transformers config, and model_source where it
+    comes from. gpu_bytes and host_ram: bytes of one GPU and of one machine.
     """
 
     words: list[str]
@@ -105,6 +106,7 @@ class Launch:
     strategies: tuple[str, ...] = STRATEGIES
     config_file: Path | None = None
     config_keys: dict = field(default_factory=dict)
+    recipe_words: list[str] = field(default_factory=list)
     flags: dict = field(default_factory=dict)
     script_args: object = None
     training_args: object = None
@@ -137,6 +139,16 @@ class Launch:
         """How to write an argument of the recipe where it stands now."""
         text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
         return f"--{key} {text}" if key in self.flags else f"{key}: {text}"
+
+    def settle(self) -> None:
+        """Errors first; a setting that the line's flags gave is named there, not in the launch file."""
+        for finding in self.findings:
+            key = finding.key.rpartition(".")[2]
+            if finding.file == str(self.launch_file) and key in getattr(self.accelerate, "nondefault", ()):
+                finding.file = "command line"
+                name, _, value = finding.write.partition(": ")
+                finding.write = f"--{name} {value}" if name == key else finding.write.replace(f"`{key}`", f"`--{key}`")
+        self.findings.sort(key=lambda finding: finding.severity)
 
     def as_dict(self) -> dict:
         """What `--json` prints of the line itself."""
@@ -177,6 +189,8 @@ def read(words: list[str]) -> Launch:
     _read_deepspeed(launch)
     launch.strategy = _strategy(launch)
     _read_places(launch, args)
+    if launch.strategy == "ddp" and launch.world == 1:
+        launch.strategy = "single"
     return launch
 
 
@@ -225,12 +239,14 @@ def _read_launch_file(launch: Launch, args: argparse.Namespace) -> None:
 
     launch.accelerate = args
     if args.config_file is None:
+        chosen = args.multi_gpu or args.use_fsdp or args.use_deepspeed
         launch.add(
             "no-launch-file",
             "command line",
             "--config_file",
-            "no launch file is named, so a default of this user decides the strategy.",
+            "no launch file is named, so what the line leaves open is decided by a default of this user.",
             "--config_file accelerate_configs/ddp.yaml",
+            "warning" if chosen else "error",
         )
         return
     path = launch.launch_file = Path(args.config_file)
@@ -266,7 +282,16 @@ def _read_deepspeed(launch: Launch) -> None:
     from check_files import lint_deepspeed
 
     args = launch.accelerate
-    if not getattr(args, "use_deepspeed", False) or not args.deepspeed_config_file:
+    if not getattr(args, "use_deepspeed", False):
+        return
+    if not args.deepspeed_config_file:
+        launch.add(
+            "no-deepspeed-file",
+            launch.launch_file or "command line",
+            "deepspeed_config.deepspeed_config_file",
+            "the strategy stands in this file; the recipes read it from a DeepSpeed file, and stop without one.",
+            "deepspeed_config_file: deepspeed_configs/zero3.json",
+        )
         return
     path = launch.deepspeed_file = Path(args.deepspeed_config_file)
     if not path.is_file():
@@ -392,6 +417,7 @@ def _read_script(launch: Launch, args: argparse.Namespace) -> None:
         )
         return
     names, launch.strategies = _parse_train(script)
+    launch.recipe_words = words
     _read_arguments(launch, names, words)
     if launch.model_args is not None:
         launch.model_config, launch.model_source = model_config(launch.model_args, launch)
@@ -417,33 +443,26 @@ def _read_arguments(launch: Launch, names: list[str], words: list[str]) -> None:
     if not launch.config_keys:
         return
 
-    # The flags: unknown ones are named and taken out with their values.
-    kept, skip = [], False
-    for word in words:
-        if word.startswith("--"):
-            name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-            skip = word.partition("=")[0] not in parser._option_string_actions
-            if skip:
-                launch.add(
-                    "unknown-flag",
-                    "command line",
-                    f"--{name}",
-                    "no argument of TRL or of the recipe has this name.",
-                    f"--{inputs._suggest(name, known)}",
-                )
+    kept = []
+    for flag, *values in _groups(words):
+        option = flag.partition("=")[0]
+        if option not in parser._option_string_actions:
+            near = inputs._suggest(option.removeprefix("--").replace("-", "_"), known)
+            if flag.startswith("--"):
+                why = "no argument of TRL or of the recipe has this name."
+                launch.add("unknown-flag", "command line", option, why, f"--{near}")
             else:
-                launch.flags[name.removeprefix("no_") if name not in known else name] = word
-        if not skip:
-            kept.append(word)
-    try:
-        rest = parser.parse_known_args(kept)[1]
-        if rest:
-            launch.add("stray-words", "command line", " ".join(rest), "these words belong to no flag.", "--flag value")
-        kept = [word for word in kept if word not in rest]
-    except (ValueError, SystemExit) as error:
-        launch.add("wrong-value", "command line", _named(str(error), known), f"{error}.", "--help lists the choices")
-        kept = []
-        launch.flags = {}
+                launch.add("stray-words", "command line", flag, "the word belongs to no flag.", "--flag value")
+            continue
+        key = parser._option_string_actions[option].dest
+        try:
+            if rest := parser.parse_known_args([flag, *values])[1]:
+                raise ValueError(f"the words {' '.join(rest)} belong to no flag")
+        except (ValueError, SystemExit) as error:
+            launch.add("wrong-value", "command line", key, f"{error}.", f"{option} a value of the right kind")
+            continue
+        launch.flags[key] = values
+        kept += [flag, *values]
 
     # CPU mode, because TRL refuses bf16 where no GPU is visible; what was asked for is read beforehand.
     words = given + kept
@@ -468,6 +487,17 @@ def _read_arguments(launch: Launch, names: list[str], words: list[str]) -> None:
     groups = {type(group).__name__: group for group in parsed}
     launch.script_args, launch.training_args = groups.get("ScriptArguments"), groups.get("SFTConfig")
     launch.model_args, launch.recipe_args = groups.get("ModelConfig"), groups.get("RecipeArguments")
+
+
+def _groups(words: list[str]) -> list[list[str]]:
+    """The words, each flag with its values."""
+    groups = []
+    for word in words:
+        if word.startswith("--") or not groups:
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    return groups
 
 
 def _expand(launch: Launch, words: list[str]) -> list[str]:

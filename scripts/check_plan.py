@@ -196,6 +196,13 @@ def _schedule(launch: Launch, found: Plan) -> None:
             f"{found.warmup} warm-up steps of {steps} steps: the learning rate never reaches its value.",
             launch.line("warmup_steps", 0.03),
         )
+    planned = {"total_num_steps": steps, "warmup_num_steps": max(1, found.warmup)}
+    scheduler = (launch.deepspeed or {}).get("scheduler")
+    asked = scheduler.get("params", {}) if isinstance(scheduler, dict) else {}
+    for key, number in planned.items():
+        if isinstance(asked.get(key), int) and asked[key] != number:
+            why = f"it says {asked[key]}, the recipe's run has {number}; the start is refused."
+            launch.add("mismatch", launch.deepspeed_file, f"scheduler.params.{key}", why, f'"{key}": "auto"')
     for name in ("save", "eval"):
         every, kind = getattr(args, f"{name}_steps"), _text(getattr(args, f"{name}_strategy"))
         if kind == "steps" and every and every > steps:

@@ -93,19 +93,11 @@ def processes(launch: Launch) -> None:
             f"{local} processes on a machine with {launch.gpus_per_node} GPU(s).",
             f"num_processes: {launch.gpus_per_node * machines}",
         )
-    elif (
-        launch.world < launch.gpus_per_node * machines
-        and launch.strategy != "single"
-        and launch.accelerate.nodes is None
-    ):
-        if launch.accelerate.gpus_per_node is not None:
-            launch.warn(
-                "idle-gpus",
-                file,
-                "num_processes",
-                f"{launch.world} processes leave {launch.gpus_per_node * machines - launch.world} of the GPUs idle.",
-                f"num_processes: {launch.gpus_per_node * machines}",
-            )
+    elif launch.accelerate.gpus_per_node and launch.nodes == machines and launch.strategy != "single":
+        every = launch.gpus_per_node * machines
+        if launch.world < every:
+            why = f"{launch.world} processes leave {every - launch.world} of the GPUs idle."
+            launch.warn("idle-gpus", file, "num_processes", why, f"num_processes: {every}")
     ids = [word for word in str(launch.accelerate.gpu_ids or "all").split(",") if word]
     if ids != ["all"] and machines == 1 and len(ids) < local:
         launch.add(
@@ -540,15 +532,16 @@ def files(launch: Launch) -> None:
             f"{dataset} is none of .jsonl, .json, .csv, .parquet.",
             launch.line("dataset_name", "rows.jsonl"),
         )
-    if looks_local and os.path.isfile(dataset) and getattr(launch.recipe_args, "eval_fraction", None) == 0:
-        if str(getattr(launch.training_args.eval_strategy, "value", launch.training_args.eval_strategy)) != "no":
-            launch.add(
-                "no-eval-rows",
-                launch.where("eval_fraction"),
-                "eval_fraction",
-                f"0 takes the split {value('dataset_test_split')!r}, which a single file has not; the trainer stops.",
-                launch.line("eval_fraction", 0.05) + ", or eval_strategy: no",
-            )
+    evaluates = getattr(launch.training_args.eval_strategy, "value", launch.training_args.eval_strategy) != "no"
+    whole = looks_local and os.path.isfile(dataset) and getattr(launch.recipe_args, "eval_fraction", None) == 0
+    if whole and evaluates:
+        launch.add(
+            "no-eval-rows",
+            launch.where("eval_fraction"),
+            "eval_fraction",
+            f"0 takes the split {value('dataset_test_split')!r}, which a single file has not; the trainer stops.",
+            launch.line("eval_fraction", 0.05) + ", or eval_strategy: no",
+        )
     tree = ast.parse(launch.script.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         pairs = [(word.arg, word.value) for word in node.keywords] if isinstance(node, ast.Call) else []

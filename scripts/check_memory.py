@@ -1,0 +1,97 @@
+"""Does a launch fit? scripts/memory.py's prediction for the line as it is, and its table for every strategy."""
+
+import dataclasses
+
+from check_launch import Launch
+from check_model import meta_model
+
+GIB = 2**30
+
+
+def check(launch: Launch) -> str:
+    """Add what does not fit, and return the table for people; "" where the model or the GPU is not known."""
+    if launch.model_config is None or launch.training_args is None or launch.cpu or not launch.gpu_bytes:
+        return ""
+    import memory
+
+    config, gpu, host = launch.model_config, launch.gpu_bytes, launch.host_ram or float("inf")
+    settings = memory.settings_of(launch)
+    settings = dataclasses.replace(settings, local=-(-launch.world // launch.nodes), lora_targets=_targets(launch))
+    strategies = [name for name in memory.STRATEGIES if name in launch.strategies]
+    try:
+        found = memory.table(config, settings, gpu, host, strategies)
+    except Exception as error:  # a model whose layers cannot be traced is no reason to say nothing of the rest
+        launch.notes.append(f"memory was not predicted: {type(error).__name__}: {error}")
+        return ""
+    row = next((row for row in found["rows"] if row["strategy"] == launch.strategy), None)
+    if row is not None and not row["fits"]:
+        _does_not_fit(launch, row, found, gpu, host)
+    return _table(launch, found, host)
+
+
+def _targets(launch: Launch) -> tuple[str, ...]:
+    """The adapted modules by their last names; TRL holds a single one as a pattern."""
+    asked = launch.model_args.lora_target_modules or ()
+    if not launch.model_args.use_peft or not isinstance(asked, str):
+        return tuple(asked) if launch.model_args.use_peft else ()
+    linear = {n.rpartition(".")[2] for n, m in meta_model(launch).named_modules() if type(m).__name__ == "Linear"}
+    linear -= {"lm_head"}
+    return tuple(sorted(linear)) if asked == "all-linear" else tuple(name for name in linear if asked.endswith(name))
+
+
+def _does_not_fit(launch: Launch, row: dict, found: dict, gpu: float, host: float) -> None:
+    prediction, args = row["prediction"], launch.training_args
+    key = "per_device_train_batch_size"
+    cure = " ".join(found["change"])
+    if found["cheapest"]:
+        cure = f"--config_file accelerate_configs/{found['cheapest']}.yaml"
+    if prediction.needs > gpu:
+        if row["largest_batch"] >= 1:
+            cure = launch.line(key, row["largest_batch"])
+        phases = {name: sum(getattr(prediction, name).values()) for name in ("load", "step", "save")}
+        largest = max(phases, key=phases.get)
+        launch.add(
+            "memory",
+            launch.where(key),
+            key,
+            f"{launch.strategy} on {launch.world} GPU(s) needs {prediction.needs / GIB:.0f} GiB per GPU (most in the phase "
+            f"{largest}) with micro-batches of {args.per_device_train_batch_size} x {args.max_length} tokens; "
+            f"{launch.gpu} has {gpu / GIB:.0f} GiB.",
+            cure,
+        )
+    if prediction.host > host:
+        stored = getattr(launch.model_config, "quantization_config", None)
+        name = launch.model_args.model_name_or_path
+        if stored:
+            cure = f"python scripts/export.py {name} DEST --bf16, then --model_name_or_path DEST"
+        launch.add(
+            "memory-host",
+            launch.where("model_name_or_path"),
+            "model_name_or_path",
+            f"{launch.strategy} needs {prediction.host / GIB:.0f} GiB of host memory a machine; {host / GIB:.0f} GiB are there."
+            + (" Each process dequantizes all of the MXFP4 weights." if stored else ""),
+            cure,
+        )
+
+
+def _table(launch: Launch, found: dict, host: float) -> str:
+    head = f"{'strategy':14}{'load':>7}{'step':>7}{'save':>7}{'needs':>7}{'host':>7}   fits  largest micro-batch"
+    lines = [
+        f"memory in GiB: each GPU by phase, what it must have, and each machine ({launch.world} process(es))",
+        head,
+    ]
+    for row in found["rows"]:
+        prediction = row["prediction"]
+        sums = [sum(getattr(prediction, name).values()) / GIB for name in ("load", "step", "save")]
+        sums += [prediction.needs / GIB, prediction.host / GIB]
+        mark = "*" if row["strategy"] == launch.strategy else " "
+        cells = "".join(f"{value:7.1f}" for value in sums)
+        lines.append(
+            f"{mark}{row['strategy']:13}{cells}   {'yes' if row['fits'] else 'no':4}  {row['largest_batch'] or '-'}"
+        )
+    if found["cheapest"]:
+        lines.append(f"the cheapest that fits: {found['cheapest']}.yaml")
+    lines += [f"to make it fit: {change}" for change in found["change"]]
+    if host == float("inf"):
+        lines.append("the machine's memory is not known: --host-ram GIB compares it")
+    return "\n".join(lines)
