@@ -411,16 +411,16 @@ class Arm:
         """Let it run, and return what it measured, or the error."""
         self.gate.touch()
         try:
-            code = self.process.wait(max(timeout, 1))
+            problem = f"exit code {self.process.wait(max(timeout, 1))}"
         except subprocess.TimeoutExpired:
-            code = f"no result after {timeout:.0f} s"
+            problem = f"no result after {timeout:.0f} s"
         self.stop()
         if self.result.is_file():
             return json.loads(self.result.read_text())
         text = self.log.read_text(errors="replace")
         told = text.find("\nerror:")  # the recipe's own paragraph; else the last exception
         place = told if told >= 0 else max(text.rfind("Error") - 800, 0)
-        return {"error": f"exit code {code}", "output": text[place : place + 2000]}
+        return {"error": problem, "output": text[place : place + 2000]}
 
     def stop(self) -> None:
         """End the launcher and its rank, which torchrun gives a session of its own: it would keep its GPU memory."""
