@@ -1,6 +1,6 @@
 """Fault campaign: kill a run again and again, start the same command again, and compare with a run that was left alone.
 
-    python scripts/fault_campaign.py --work DIR                    # all of it, some hours on two cores
+    python scripts/fault_campaign.py --work DIR                    # all of it, an hour or two on two cores
     python scripts/fault_campaign.py --work DIR                    # again: continues where it was stopped
     python scripts/fault_campaign.py --work DIR --strategy fsdp    # only these chains
     python scripts/fault_campaign.py --table README.md             # writes the table between its two marks there
@@ -147,6 +147,7 @@ class Chain:
         self.processes = 1 if strategy == "single" else 2
         self.bench = smoke.Bench(ROOT / "recipes" / self.recipe, self.work / "bench", self.config, precision)
         launching.tiny_rows(self.bench.rows, self.bench.folder, self.config, count=100)
+        self.disk = disk
         self.run, self.twin = (disk.folder if disk else self.work) / "run", self.work / "unbroken"
         self.file = self.work / "chain.json"
         state = json.loads(self.file.read_text(encoding="utf-8")) if self.file.is_file() and not disk else {}
@@ -242,12 +243,16 @@ class Chain:
         elif fault.target == "everything" or fault.target.startswith("damage"):
             for process in [launcher, *family.values()]:
                 kill(process)
-        elif fault.target == "full disk":
+        elif fault.target == "full disk" and self.disk:
             fill(self.run.parent / "ballast")
+        elif fault.target == "full disk":  # the next best: no process can write a file longer than this
+            for process in family.values():
+                process.rlimit(psutil.RLIMIT_FSIZE, (2**16, 2**16))
         elif fault.target.startswith("rank"):
             file = self.work / f"flag.pid-{self.processes - 1 if fault.target == 'rank 1' else 0}"
-            rank = family.get(int(file.read_text())) if file.exists() else None
-            kill(rank or launcher)  # at a random time the rank may not have begun
+            rank = family.get(int(file.read_text() or 0)) if file.exists() else None
+            for process in [rank] if rank else [launcher, *family.values()]:  # at random it may not have begun
+                kill(process)
 
     def hit(self, fault: Fault) -> list[dict]:
         """Start, strike at the moment, and return the lines of the faults before, which this start has judged.
@@ -256,9 +261,9 @@ class Chain:
         """
         log = self.work / f"{self.number:02}.log"
         self.expected  # noqa: B018 the twin runs first
-        before = whole_checkpoints(self.run)
+        before, seen = whole_checkpoints(self.run), len(launching.metrics(self.run))
         launch = self.launch(fault, log)
-        judged = self.judge_pending(launch, before)
+        judged = self.judge_pending(launch, before, seen)
         told, whole = outcome(self.run), whole_checkpoints(self.run)
         if launch.struck or launch.rc or told != "done":
             line = {"chain": self.name, "strategy": self.strategy, "recipe": self.recipe, "config": self.config}
@@ -286,13 +291,18 @@ class Chain:
             last = max((line["step"] for line in launching.metrics(self.run) if "loss" in line), default=0)
             if told != "preempted" or max(whole, default=0) < last:
                 found.append(f"SIGTERM at step {last}: outcome {told}, newest whole checkpoint {max(whole, default=0)}")
-        expected = {"raise": "a rank fails on purpose", "full disk": "is full"}.get(fault.target, "")
+        expected = {"raise": "a rank fails on purpose", "full disk": "is full" if self.disk else ""}.get(
+            fault.target, ""
+        )
         if expected not in (shown := error_shown(launch.output)):
             found.append(f"expected `{expected}` as the first error, shown was: {shown}")
         return found
 
-    def judge_pending(self, launch: Launch, before: set) -> list[dict]:
-        """Judge the faults before this launch by what it shows; none where it was struck before it showed anything."""
+    def judge_pending(self, launch: Launch, before: set, seen: int) -> list[dict]:
+        """Judge the faults before this launch by what it shows; none where it was struck before it showed anything.
+
+        before: steps of the whole checkpoints, and seen: lines of metrics.jsonl, when it started.
+        """
         begin = f"resuming from {self.run}/checkpoint-{max(before)}" if before else "starting anew"
         finished = "This run is finished" in launch.output
         if launch.struck and not any(text in launch.output for text in ("resuming from", "starting anew")):
@@ -300,7 +310,7 @@ class Chain:
         problems = [] if begin in launch.output or finished else [f"the next start did not say `{begin}`"]
         problems += [
             f"{name} of step {step} is {value}, unbroken {self.expected.get((step, name))}"
-            for line in launching.metrics(self.run)
+            for line in launching.metrics(self.run)[seen if before else 0 :]  # a run that starts anew starts a new file
             for (step, name), value in measured(line)
             if value != self.expected.get((step, name))
         ][:1]
@@ -314,9 +324,9 @@ class Chain:
     def finish(self) -> tuple[list[dict], dict]:
         """The last start: (lines that it judged, the chain's own line: `problems` is empty where the end is as unbroken)."""
         self.expected  # noqa: B018
-        before = whole_checkpoints(self.run)
+        before, seen = whole_checkpoints(self.run), len(launching.metrics(self.run))
         launch = self.launch(None, self.work / "last.log")
-        judged, problems = self.judge_pending(launch, before), []
+        judged, problems = self.judge_pending(launch, before, seen), []
         if launch.rc or outcome(self.run) != "done":
             problems.append(f"the last start fails: {smoke.reason(launch.output)}")
         elif (found := all_measured(self.run)) != self.expected:
@@ -351,8 +361,9 @@ def whole_checkpoints(run: Path) -> set[int]:
     """Steps of the checkpoints whose mark is there and whose files have the sizes it lists; read without the keeper."""
     found = set()
     for mark in run.glob("checkpoint-*/complete.json"):
-        files = json.loads(mark.read_text(encoding="utf-8"))["files"].items()
-        if all((mark.parent / name).is_file() and (mark.parent / name).stat().st_size == size for name, size in files):
+        listed = json.loads(mark.read_text(encoding="utf-8"))["files"].items()
+        sizes = {name: told if isinstance(told, int) else told[0] for name, told in listed}  # or size and digest
+        if all((file := mark.parent / name).is_file() and file.stat().st_size == size for name, size in sizes.items()):
             found.add(int(mark.parent.name.rpartition("-")[2]))
     return found
 
@@ -372,7 +383,9 @@ def different_weights(one: Path, other: Path) -> str | None:
 
 def error_shown(output: str) -> str:
     """The last line of the first traceback, or the first line of the program's own error."""
-    shown = re.search(r"^(?:\[rank\d+\]: )?(error: (?!the run stopped).*|\w*(\.\w+)*(Error|Exception)\b.*)", output, re.MULTILINE)
+    shown = re.search(
+        r"^(?:\[rank\d+\]: )?(error: (?!the run stopped).*|\w*(\.\w+)*(Error|Exception)\b.*)", output, re.MULTILINE
+    )
     return shown[1][:200] if shown else "none"
 
 
