@@ -13,6 +13,7 @@ import sys
 import tempfile
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -52,15 +53,18 @@ class Prepared:
     """What train.py had in hand when it was about to train.
 
     trainer: an SFTTrainer with its datasets and collator; its model is the stand-in. model_name: the folder or Hub name
-    that was asked for. attention: the implementation asked for, None for the model's default. counts: what the reader
-    did with the rows, by split. inputs: the recipe's inputs.py as a module, or None.
+    that was asked for. attention: the implementation asked for, None for the model's default. rows: training and
+    evaluation rows as the trainer was given them, before it rendered them. key: what the preparation depends on, and
+    source: names and files of the rows; empty for a recipe without load_rows. counts: what became of the rows, by split.
     """
 
     trainer: SFTTrainer
     model_name: str = ""
     attention: str | None = None
+    rows: tuple[Dataset | None, Dataset | None] = (None, None)
+    key: dict[str, str] = field(default_factory=dict)
+    source: dict = field(default_factory=dict)
     counts: dict = field(default_factory=dict)
-    inputs: ModuleType | None = None
 
 
 def stand_in(config, attention: str | None = None) -> torch.nn.Module:
@@ -82,6 +86,20 @@ def stand_in(config, attention: str | None = None) -> torch.nn.Module:
     except (ValueError, RuntimeError):
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, **options).eval()
+
+
+def _note_source(inputs: ModuleType, load_rows, asked: dict, script_args, training_args, recipe_args, tokenizer, *rest):
+    """The recipe's load_rows; before it, what the rows depend on is kept in `asked`."""
+    template = inputs.template_of(training_args, tokenizer)
+    asked["key"] = inputs.prepared.key(training_args, recipe_args, tokenizer, template)
+    name, files = script_args.dataset_name, []
+    if os.path.exists(name) and not inputs.prepared.is_prepared(name):
+        files = inputs.local_files(name, script_args.dataset_train_split)
+        if training_args.eval_strategy != "no" and recipe_args.eval_fraction == 0:
+            files += inputs.local_files(name, script_args.dataset_test_split)
+    digests = {str(path.absolute()): inputs.prepared.file_digest(path) for path in files}
+    asked["source"] = {"dataset_name": name, "revision": recipe_args.dataset_revision, "files": digests}
+    return load_rows(script_args, training_args, recipe_args, tokenizer, *rest)
 
 
 def prepare(folder: str | Path, words: list[str], first: int | None = None) -> Prepared:
@@ -109,6 +127,7 @@ def prepare(folder: str | Path, words: list[str], first: int | None = None) -> P
     build = SFTTrainer.__init__
 
     def build_plain(self, *args, peft_config=None, quantization_config=None, **kwargs):
+        asked["rows"] = kwargs.get("train_dataset"), kwargs.get("eval_dataset")
         build(self, *args, **kwargs)  # an adapter changes no row
 
     files = {path.stem for path in folder.glob("*.py")}
@@ -129,10 +148,17 @@ def prepare(folder: str | Path, words: list[str], first: int | None = None) -> P
         if "keeper" in modules:
             nothing = {"open_run": lambda *_: None, "watch": lambda *_: None}
             stack.enter_context(patch.multiple(modules["keeper"], **nothing))
-        if hasattr(modules.get("inputs"), "FIRST"):
-            stack.enter_context(patch.object(modules["inputs"], "FIRST", first))
+        if inputs := modules.get("inputs"):
+            if not hasattr(inputs, "FIRST"):
+                raise PreparationError(
+                    f"{folder}/inputs.py is of an older cookbook: run scripts/sync_guard.py {folder}."
+                )
+            stack.enter_context(patch.object(inputs, "FIRST", first))
+            stack.enter_context(
+                patch.object(inputs, "load_rows", partial(_note_source, inputs, inputs.load_rows, asked))
+            )
         elif first is not None:
-            raise PreparationError(f"{folder}/inputs.py is too old to read only some rows: run scripts/sync_guard.py.")
+            raise PreparationError(f"{folder} has no inputs.py, so only all of its rows can be read.")
         for cls in (transformers.PreTrainedModel, AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
             stack.enter_context(patch.object(cls, "from_pretrained", classmethod(load)))
         stack.enter_context(patch.object(SFTTrainer, "__init__", build_plain))
@@ -146,7 +172,7 @@ def prepare(folder: str | Path, words: list[str], first: int | None = None) -> P
             raise PreparationError(" ".join(str(error).split())) from error
         else:
             raise PreparationError(f"{folder}/train.py ended without a training.")
-        counts = dict(getattr(modules.get("inputs"), "COUNTS", {}))
+        counts = dict(getattr(inputs, "COUNTS", {}))
     if not isinstance(trainer.train_dataset, Dataset):
         raise PreparationError("streamed rows have no length and no order to look at: give a dataset that is not one.")
-    return Prepared(trainer, counts=counts, inputs=modules.get("inputs"), **asked)
+    return Prepared(trainer, counts=counts, **asked)
