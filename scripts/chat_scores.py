@@ -65,14 +65,28 @@ def prepare(record: dict, extra: list[str], scratch: str):
     guard.check_launch = lambda *_: None
     keeper.open_run = lambda *every: arguments.extend(every)
     keeper.watch = stop
-    # Rows stay apart: packed ones would share a forward pass, and would not be the rows that were held out.
-    alone = ["--packing", "false", "--eval_packing", "false", "--padding_free", "false", "--output_dir", scratch]
-    sys.argv = [str(script), *record["command"][1:], *alone, *extra]
+    words = [*record["command"][1:], "--output_dir", scratch, *extra]
+    if not is_prepared(words):  # rows stay apart: packed ones would share a forward pass
+        words += ["--packing", "false", "--eval_packing", "false", "--padding_free", "false"]
+    sys.argv = [str(script), *words]
     try:
         train.main()
     except Prepared as prepared:
-        return prepared.args[0], arguments[2], arguments[3]
+        trainer = prepared.args[0]
+        if trainer.eval_dataset is not None and "seq_lengths" in trainer.eval_dataset.column_names:
+            raise ValueError(
+                "its rows were prepared and packed by scripts/prepare_data.py. Name the rows that they were made of: "
+                "chat_scores.py RUN --dataset_name ROWS"
+            ) from None
+        return trainer, arguments[2], arguments[3]
     raise ValueError(f"{script} built no trainer")
+
+
+def is_prepared(words: list[str]) -> bool:
+    """Whether the last --dataset_name is a folder of scripts/prepare_data.py, whose packing is decided."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--dataset_name", default="")
+    return Path(parser.parse_known_args(words)[0].dataset_name, "prepared.json").is_file()
 
 
 def held_out_loss(model, trainer, state: PartialState) -> dict:

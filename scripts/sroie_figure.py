@@ -28,9 +28,11 @@ def draw(study: dict, path: Path) -> None:
     above = [p["test"]["micro_f1_interval"][1] - p["test"]["micro_f1"] for p in points]
     figure, axes = pyplot.subplots(figsize=(6, 3.4), layout="constrained")
     axes.errorbar(sizes, scores, [below, above], fmt="o-", capsize=3, label="this recipe, plain setting")
-    final = study.get("final", {}).get("average") or next(iter(study.get("final", {}).get("seeds", [])), None)
-    if final:
-        axes.plot(sizes[-1:], [final["test"]["micro_f1"]], "D", label="this recipe, chosen on a split of train")
+    final = study.get("final", {})
+    chosen = [final["average"]] if final.get("average") else final.get("seeds", [])
+    if chosen:
+        mean = sum(row["test"]["micro_f1"] for row in chosen) / len(chosen)
+        axes.plot(sizes[-1:], [mean], "D", label="this recipe, chosen on a split of train")
     for (name, score), style in zip(PUBLISHED.items(), ("--", "-."), strict=True):
         axes.axhline(score, linestyle=style, linewidth=1, color="grey", label=f"{name} ({score:.3f})")
     ceiling = study["label_ceiling"]["test"]["f1"]

@@ -1,8 +1,10 @@
 """A folder of PDFs and a CSV become rows: nothing is guessed, nothing is lost, and every mistake is named."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fpdf import FPDF
@@ -175,3 +177,30 @@ def test_two_tables_are_one_too_many(tmp_path):
     (made / "old.csv").write_text(HEAD)
     with pytest.raises(ValueError, match=r"needs one \.csv file with their fields; found: fields\.csv, old\.csv"):
         read_folder(made, SAMPLE)
+
+
+def test_the_run_reads_one_file_of_rows_that_changes_with_the_documents(tmp_path, monkeypatch):
+    import documents
+
+    made = folder(tmp_path, HEAD + "a.txt,receipt,,,,9.00\n", a="Receipt 9.00")
+
+    def rows_file():
+        script = SimpleNamespace(dataset_name=str(made))
+        recipe = SimpleNamespace(schema_file=str(RECIPE / "schema_sample.json"), text_column=None, target_column=None)
+        documents.as_rows(script, SimpleNamespace(output_dir=str(tmp_path / "run")), recipe)
+        assert (recipe.text_column, recipe.target_column) == ("text", "fields")
+        return Path(script.dataset_name)
+
+    first = rows_file()
+    (row,) = [json.loads(line) for line in first.read_text(encoding="utf-8").splitlines()]
+    assert row["text"] == "Receipt 9.00" and row["fields"]["total"] == 9.0
+    monkeypatch.setattr(documents, "read_folder", lambda *_: pytest.fail("read again, though nothing changed"))
+    assert rows_file() == first
+    monkeypatch.undo()
+    (made / "a.txt").write_text("Receipt 9.00!")
+    second = rows_file()
+    assert second != first and first.is_file()  # the run of the old documents keeps its rows
+
+    plain = SimpleNamespace(dataset_name="owner/name")  # a Hub dataset or a file of rows passes untouched
+    documents.as_rows(plain, None, None)
+    assert plain.dataset_name == "owner/name"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_model as tiny_models
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "qwen3-8b-invoice"
@@ -424,9 +425,7 @@ def test_lists_of_different_lengths_are_refused():
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "tiny-qwen3"
-    command = [sys.executable, str(ROOT / "scripts" / "tiny_model.py"), "qwen3", str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    tiny_models.main(["qwen3", str(folder)])
     return folder
 
 
@@ -607,16 +606,17 @@ def test_constrained_answers_follow_the_schema_whatever_the_model_and_the_batch(
     from invoice import check_target
 
     model, tokenizer, prompts, options, free = single_answers
+    prompts = prompts[:3]
     options = options | {"max_new_tokens": 120, "schema": CLOSED}
     alone = score.generate(model, tokenizer, prompts, batch_size=1, **options)
-    assert score.generate(model, tokenizer, prompts, batch_size=4, **options) == alone
+    assert score.generate(model, tokenizer, prompts, batch_size=3, **options) == alone
     assert not any(limit_hit for _, limit_hit in alone)
     for text, _ in alone:
         value = json.loads(text)
         assert check_target(value, CLOSED) == []
         assert list(value) == ["doc_type", "paid", "date", "items"]  # no key is left out, in the schema's order
         assert text == json.dumps(value, separators=(",", ":"))  # the trained form: no blanks
-    assert free != alone
+    assert free[:3] != alone
 
 
 def test_every_shipped_target_is_allowed_by_the_constraint(single_answers):

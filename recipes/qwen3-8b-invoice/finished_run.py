@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inputs import local_files, read_file
+from prepared import is_prepared
 
 
 @dataclass
@@ -78,6 +79,11 @@ def held_out_rows(run: Run) -> Iterator[tuple[int, dict]]:
     if not numbers:
         raise ValueError(
             f"{run.folder} held out no rows (eval_rows.json). Name a file of rows: score.py RUN DATA.jsonl."
+        )
+    if is_prepared(run.dataset_name):
+        raise ValueError(
+            f"{run.folder} was trained on rows prepared as tokens ({run.dataset_name}), which hold no text to answer. "
+            "Name a file of rows: score.py RUN DATA.jsonl."
         )
     if Path(run.dataset_name).exists():
         files = local_files(run.dataset_name, run.held_out_split)

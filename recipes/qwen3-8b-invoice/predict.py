@@ -133,7 +133,8 @@ def predict(arguments: argparse.Namespace) -> list[dict]:
     schema = load_schema(run.schema_file)
     documents = list(find_texts(arguments.files, run.text_column or TEXT_COLUMN))
     names = [name for name, _ in documents]
-    if twice := next((name for name in names if names.count(name) > 1), None):
+    if len(set(names)) < len(names):
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
         raise ValueError(f"the document {twice} was given twice.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = arguments.dtype or ("bfloat16" if device == "cuda" else "float32")
