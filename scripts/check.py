@@ -17,9 +17,6 @@ import os
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import check_launch
 from check_launch import Launch

@@ -416,11 +416,9 @@ def lint_deepspeed(keys: dict, path: Path, twice: list[str] = ()) -> list[Findin
         add("twice", key, "the key stands twice, and DeepSpeed stops.", f'"{key}": once')
     for key in keys:
         if key in _REMOVED_TOP_LEVEL_CONFIG_KEYS:
-            if keys[key] is False or (isinstance(keys[key], dict) and keys[key].get("enabled") is False):
-                continue_text = " Even switched off it is refused."
-            else:
-                continue_text = ""
-            why = _REMOVED_TOP_LEVEL_CONFIG_KEYS[key].partition(" See http")[0].strip() + continue_text
+            off = keys[key] is False or (isinstance(keys[key], dict) and keys[key].get("enabled") is False)
+            why = _REMOVED_TOP_LEVEL_CONFIG_KEYS[key].partition(" See http")[0].strip()
+            why += " Even switched off it is refused." if off else ""
             add("removed-key", key, why, f'take "{key}" out')
         elif key not in DEEPSPEED_KEYS and not key.startswith(("_", "#", "//")):
             near = "" if "comment" in key else nearest(key, DEEPSPEED_KEYS)

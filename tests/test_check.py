@@ -10,20 +10,21 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
+from unittest.mock import patch
 
 import check
 import check_files
 import check_launch
 import check_machine
+import check_memory
 import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 CORPUS = yaml.safe_load((Path(__file__).parent / "check_corpus.yaml").read_text(encoding="utf-8"))
 RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/train.py"))
-# Enough for every recipe and strategy that its guard admits; which GPU a model fits is the memory table's business.
+# Without the prediction of memory: which recipe fits which GPU is the business of memory.py, and tested there.
 SHIPPED_ON = ["--gpu", "b200-180gb"]
 
 
@@ -37,10 +38,11 @@ def copy_cookbook(folder: Path, recipe: str) -> None:
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
 
 
-def report(words: list[str], capsys) -> tuple[int, dict]:
-    """Exit code and the object that `--json` prints."""
+def report(words: list[str], capsys, memory: bool = False) -> tuple[int, dict]:
+    """Exit code and the object that `--json` prints; the prediction of memory, which takes seconds, only where asked."""
     capsys.readouterr()
-    code = check.main(["--json", *words])
+    with patch.object(check_memory, "check", check_memory.check if memory else lambda launch: ""):
+        code = check.main(["--json", *words])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -62,15 +64,11 @@ def test_a_broken_launch_line_is_found_and_nothing_else(case, tmp_path, monkeypa
         words += shlex.split(case.get("before", "").replace("BUSY", str(busy.getsockname()[1])))
         words += [f"recipes/{recipe}/train.py", *shlex.split(case.get("after", "").replace('"', '\\"'))]
         code, told = report(words, capsys)
-    # What depends on where the test runs: the Hub, and whether the model fits this GPU's memory.
-    found = [f for f in told["findings"] if f["rule"] not in ("hub", "version") and not f["rule"].startswith("memory")]
+    found = [finding for finding in told["findings"] if finding["rule"] != "hub"]  # which no test reaches
     seen = sorted((f["rule"], f["key"], f["severity"]) for f in found)
     wanted = sorted((rule, key, (severity or ["error"])[0]) for rule, key, *severity in case["expect"])
     assert seen == wanted, [str(check_launch.Finding(**f)) for f in found]
-    assert code == int(
-        any(severity == "error" for _, _, severity in wanted)
-        or any(f not in found and f["severity"] == "error" for f in told["findings"])
-    )
+    assert code == int(any(severity == "error" for _, _, severity in wanted))
     for finding in found:
         assert finding["why"] and finding["write"] and finding["file"] != "None", finding
 
@@ -97,9 +95,47 @@ def test_no_finding_on_a_shipped_recipe_under_any_strategy_that_it_fits(recipe, 
                 config,
             ]
             _, told = report([*SHIPPED_ON, *line], capsys)
-            found = [finding for finding in told["findings"] if not finding["rule"].startswith("memory")]
-            assert not found, f"{recipe}, {config}, {strategy}: {found}"
+            assert not told["findings"], f"{recipe}, {config}, {strategy}: {told['findings']}"
             assert told["strategy"] == strategy and told["world"] == (1 if strategy == "single" else 8)
+
+
+def readme_lines() -> dict[str, str]:
+    """The launch lines of the README's table of recipes, without `accelerate launch`."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"`accelerate launch (--config_file \S+ recipes/(\S+)/train\.py)` \|", text)
+    return {recipe: line for line, recipe in lines}
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "gpt-oss-120b"])
+def test_the_default_line_of_a_recipe_passes_with_its_memory(recipe, monkeypatch, capsys):
+    """On eight GPUs of 80 GB in a machine of 2 TiB; gpt-oss-120b's line runs from a shell below."""
+    monkeypatch.chdir(ROOT)
+    line = ["--gpu", "h100-80gb", "--host-ram", "2048", *readme_lines()[recipe].split()]
+    code, told = report(line, capsys, memory=True)
+    assert code == 0 and not told["findings"], told["findings"]
+    assert f"*{told['strategy']}" in told["memory"] and "cheapest that fits" in told["memory"]
+
+
+def test_what_does_not_fit_is_told_with_what_does(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    line = [
+        "--config_file",
+        "accelerate_configs/zero2.yaml",
+        "--num_processes",
+        "8",
+        "recipes/qwen3-8b-invoice/train.py",
+    ]
+    code, told = report(["--gpu", "l4-24gb", *line], capsys, memory=True)
+    (finding,) = told["findings"]
+    assert code == 1 and finding["rule"] == "memory" and "zero2 on 8 GPU(s) needs" in finding["why"]
+    cheapest = re.search(r"the cheapest that fits: (\w+)\.yaml", told["memory"])[1]
+    assert finding["write"] == f"--config_file accelerate_configs/{cheapest}.yaml"
+    # Each of eight processes would dequantize 234 GB: the guard of the recipe says the same.
+    line = ["--config_file", "accelerate_configs/fsdp.yaml", "--num_processes", "8", "recipes/gpt-oss-120b/train.py"]
+    code, told = report(["--gpu", "h100-80gb", "--host-ram", "1000", *line], capsys, memory=True)
+    (finding,) = told["findings"]
+    assert code == 1 and finding["rule"] == "memory-host"
+    assert "python scripts/export.py openai/gpt-oss-120b DEST --bf16" in finding["write"]
 
 
 def test_packed_experts_are_refused_where_they_would_not_be_sharded(monkeypatch, capsys):
@@ -257,20 +293,56 @@ def test_a_version_that_was_not_tested_is_told(monkeypatch, capsys):
     assert code == 1 and rules == {("trl", "warning"), ("peft", "error")}
 
 
-def test_the_line_of_the_readme_runs_in_time(tmp_path):
-    """From a shell, as people type it: exit code, both kinds of findings, and seconds."""
-    line = "scripts/check.py --gpu h100-80gb --config_file accelerate_configs/fsdp.yaml --num_processes 8 "
-    line += "recipes/gpt-oss-120b/train.py --max_length 4096 --lora_dropot 0"
-    started = time.monotonic()
-    done = subprocess.run([sys.executable, *line.split()], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    seconds = float(re.search(r"([\d.]+) s$", done.stdout.strip())[1])
-    assert done.returncode == 1 and "--lora_dropout" in done.stdout, done.stdout + done.stderr
-    assert "fsdp over 8 process(es)" in done.stdout and "1 error(s)" in done.stdout
-    assert seconds <= time.monotonic() - started
+def test_the_check_runs_from_a_shell():
+    """As people type it, memory included; seconds are printed, and nothing of the libraries' noise is among the lines."""
+    line = ["scripts/check.py", "--gpu", "h100-80gb", "--host-ram", "2048", "--num_processes", "8"]
+    line += readme_lines()["gpt-oss-120b"].split()
+    done = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "recipes/gpt-oss-120b: fsdp over 8 process(es), 1 machine(s) of 8 x h100-80gb"
+    assert re.fullmatch(r"0 error\(s\), 0 warning\(s\), [\d.]+ s", lines[-1])
+    assert any(line.startswith("*fsdp") for line in lines)
     broken = subprocess.run(
         [sys.executable, "scripts/check.py", "--gpu", "none"], cwd=ROOT, capture_output=True, timeout=60
     )
     assert broken.returncode == 2
+
+
+def test_local_rows_are_inspected_and_what_is_wrong_with_them_is_told(tmp_path, monkeypatch, capsys):
+    import tiny_model
+
+    copy_cookbook(tmp_path, "llama-3.2-1b")
+    monkeypatch.chdir(tmp_path)
+    tiny_model.write_tiny_model("llama", tmp_path / "tiny")
+    words = [
+        "--gpu",
+        "h100-80gb",
+        "--data",
+        "20",
+        "--config_file",
+        "accelerate_configs/ddp.yaml",
+        "recipes/llama-3.2-1b/train.py",
+    ]
+    words += [
+        "--dataset_name",
+        "rows.jsonl",
+        "--model_name_or_path",
+        "tiny",
+        "--model_revision",
+        "main",
+        "--max_steps",
+        "400",
+    ]
+    code, told = report(words, capsys)
+    assert code == 0 and not told["findings"], told["findings"]
+    with open("rows.jsonl", "a", encoding="utf-8") as file:
+        file.write("\n" + json.dumps({"prompt": "What is 1 + 1?", "completion": ""}))
+    words[3] = "all"
+    assert report(words, capsys)[0] == 0  # config.yaml leaves unfit rows out, and counts them
+    code, told = report([*words, "--unfit_rows", "error"], capsys)
+    assert code == 1 and [finding["rule"] for finding in told["findings"]] == ["data"], told["findings"]
+    assert "row 41" in told["findings"][0]["why"]
 
 
 def test_files_as_other_projects_publish_them_get_no_false_error():
