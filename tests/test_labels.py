@@ -46,6 +46,8 @@ def prepared(recipe, models, tmp_path, monkeypatch, run="run"):
         "no",
         "--max_length",
         "4096",
+        "--packing",
+        "false",
     ]
     words += [
         "--model_name_or_path",

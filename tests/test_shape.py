@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/train.py"))
 LAUNCH_FILES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 DEEPSPEED_FILES = sorted((ROOT / "deepspeed_configs").glob("*.json"))
+OPTIONAL = {"flash_attn", "vllm"}  # requirements-hopper.txt, and an environment of its own: used where they are
 CONFIGS = [path for recipe in RECIPES for path in sorted(recipe.glob("*.yaml"))]
 
 sys.path.insert(0, str(RECIPES[0]))
@@ -59,7 +60,7 @@ def test_no_file_hides_a_module(folder):
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_recipe_imports_only_its_own_files_and_packages(recipe):
     own = {path.stem for path in recipe.glob("*.py")}
-    known = own | set(sys.stdlib_module_names) | set(importlib.metadata.packages_distributions())
+    known = own | OPTIONAL | set(sys.stdlib_module_names) | set(importlib.metadata.packages_distributions())
     for file in recipe.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

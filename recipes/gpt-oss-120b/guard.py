@@ -91,6 +91,7 @@ def check_launch(parser, script: str, strategies: tuple[str, ...]) -> None:
 
     parser: the TrlParser of train.py. script: its `__file__`. strategies: the launch files that the recipe fits.
     """
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts; saves some GB
     sys.excepthook = on_exception
     agree("launch", launch_problem(parser, script, strategies))
     RUN["script"], RUN["strategies"] = script, strategies

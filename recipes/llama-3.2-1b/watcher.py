@@ -114,8 +114,8 @@ def tolerate(target, name: str) -> None:
 class Watcher(TrainerCallback):
     """Follows a training: metrics as lines of JSON, whole checkpoints, SIGTERM, numbers that are not finite."""
 
-    def __init__(self, trainer):
-        self.trainer, self.terminated = trainer, False
+    def __init__(self, trainer, pace):
+        self.trainer, self.pace, self.terminated = trainer, pace, False
         self.keep = trainer.args.save_total_limit
         self.losses, self.norm, self.batches, self.clock, self.warned = [], 0.0, ([], None), time.monotonic(), False
         trainer.args.save_total_limit = None  # the trainer removes old checkpoints before the new one has its mark
@@ -187,6 +187,7 @@ class Watcher(TrainerCallback):
         )
 
     def on_evaluate(self, args, state, control, metrics=None, **_):
+        self.pace.pause()
         self.clock = time.monotonic()
         if not math.isfinite((metrics or {}).get("eval_loss", 0)):
             agree(
@@ -195,6 +196,7 @@ class Watcher(TrainerCallback):
             )
 
     def on_save(self, args, state, control, **_):
+        self.pace.pause()
         PartialState().wait_for_everyone()
         if not is_main():
             return
@@ -232,8 +234,7 @@ class Watcher(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **_):
         if is_main():
-            if args.device.type == "cuda":
-                logs["peak_memory_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 2)
+            logs |= self.pace.measure(state.global_step, logs)
             with open(RUN["folder"] / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, "time": time.time(), **logs}) + "\n")
 

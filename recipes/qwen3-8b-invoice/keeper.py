@@ -19,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pyarrow.compute as pc
 import torch
@@ -28,6 +29,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import speed
 from guard import memory_problem
 from inputs import PATH_KEYS
 from ranks import RUN, SECRET, agree, environment, exchange, is_main, record, say
@@ -227,6 +229,8 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
     agree("shared folder", shared_problem(folder))
     earlier, reasons = exchange("earlier", [earlier, reasons])[0]  # what rank 0 saw
     asked = identity(script_args, training_args, model_args, recipe_args)
+    chosen = speed.choose_attention(config, training_args, model_args.attn_implementation)
+    model_args.attn_implementation = chosen  # another machine may choose another: that does not make it another run
     before, resume = earlier.get("arguments", asked), training_args.resume_from_checkpoint
     named = None if resume == "auto" else resume
     different = sorted(key for key in before.keys() | asked.keys() if before.get(key) != asked.get(key))
@@ -281,12 +285,17 @@ def watch(trainer) -> None:
     agree("adapted", problem if missed else None)
 
     rows, tokens, labelled, digest = trainer.train_dataset, 0, 0, xxhash.xxh3_128()
-    for batch in rows.select_columns(["input_ids", "labels"]).with_format("arrow").iter(1000):
+    lengths = []  # of the documents, for the count of operations
+    packed = "seq_lengths" in rows.column_names
+    columns = ["input_ids", "labels", *(["seq_lengths"] if packed else [])]
+    for batch in rows.select_columns(columns).with_format("arrow").iter(1000):
         for column in ("input_ids", "labels"):
             lists = batch[column].combine_chunks()
             values = lists.flatten().to_numpy(zero_copy_only=False)
             digest.update(pc.list_value_length(lists).to_numpy(zero_copy_only=False).tobytes() + values.tobytes())
         tokens, labelled = tokens + len(values), labelled + int((values != -100).sum())
+        documents = batch["seq_lengths"].combine_chunks().flatten() if packed else pc.list_value_length(lists)
+        lengths.append(documents.to_numpy(zero_copy_only=False))
     data, resumed = digest.hexdigest(), trainer.args.resume_from_checkpoint
     changed = is_main() and resumed and RUN["record"]["data"] not in (None, data)
     problem = f"the training data is not what {resumed} was trained on. Give the old data, or another --output_dir."
@@ -296,7 +305,10 @@ def watch(trainer) -> None:
         "private bytes", psutil.Process().memory_full_info().uss
     )  # host memory that each rank holds alone
     record(data=data, tokens=tokens, labelled_tokens=labelled, host_private_bytes=private)
-    trainer.add_callback(Watcher(trainer))
+    trained = "full" if config is None else "expert_lora" if config.target_parameters else "lora"
+    lengths = np.concatenate(lengths)
+    pace = speed.Pace(trainer.model.config, lengths, labelled / tokens, trained, trainer.args.device)
+    trainer.add_callback(Watcher(trainer, pace))
 
 
 def close_run(trainer, final: str) -> None:
