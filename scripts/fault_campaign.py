@@ -21,7 +21,8 @@ A fault is survived when
 - the loss of each step and evaluation is that of the unbroken run, to the last bit;
 - at the end of its chain every weight of final/ is that of the unbroken run, to the last bit.
 
-DIR/faults.jsonl gets a line as soon as a fault is judged; docs/faults.json is written from it at every start and end.
+DIR/faults.jsonl gets a line as soon as a fault is judged; docs/faults.json is written from it after each
+strategy.
 Exit code 1 when one was lost.
 """
 
@@ -145,17 +146,18 @@ class Chain:
         self.recipe, self.config, precision, self.extra = setting
         self.name, self.strategy, self.work, self.steps = name, strategy, Path(work).resolve(), steps
         self.processes = 1 if strategy == "single" else 2
-        self.bench = smoke.Bench(ROOT / "recipes" / self.recipe, self.work / "bench", self.config, precision)
-        launching.tiny_rows(self.bench.rows, self.bench.folder, self.config, count=100)
         self.disk = disk
         self.run, self.twin = (disk.folder if disk else self.work) / "run", self.work / "unbroken"
+        for process in psutil.process_iter(["cmdline"]):  # of a campaign that was killed itself
+            if str(self.run) in (process.info["cmdline"] or []):
+                kill(process)
+        shutil.rmtree(self.work / "bench" / "model", ignore_errors=True)  # the same is written again
+        self.bench = smoke.Bench(ROOT / "recipes" / self.recipe, self.work / "bench", self.config, precision)
+        launching.tiny_rows(self.bench.rows, self.bench.folder, self.config, count=100)
         self.file = self.work / "chain.json"
         state = json.loads(self.file.read_text(encoding="utf-8")) if self.file.is_file() and not disk else {}
         self.number = state.get("number", 0)  # faults that struck
         self.pending = state.get("pending", [])  # those of them whose consequence the next start shows
-        for process in psutil.process_iter(["cmdline"]):  # of a campaign that was killed itself
-            if str(self.run) in (process.info["cmdline"] or []):
-                kill(process)
 
     def start(self, run: Path, log: Path, fault: dict | None = None, more: tuple = ()) -> launching.Running:
         environment = {"HF_HOME": str(self.bench.work / "cache")}
