@@ -8,6 +8,7 @@ read becomes a finding, and the rest is read on, so that one call shows all mist
 import argparse
 import ast
 import contextlib
+import difflib
 import importlib
 import json
 import logging
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import warnings
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -182,8 +183,9 @@ def launch_parser() -> argparse.ArgumentParser:
 
 def read(words: list[str]) -> Launch:
     """Read the words of `accelerate launch` with the options of `launch_parser`; raises SystemExit as argparse does."""
-    launch = Launch(words)
-    args = launch_parser().parse_args(words)
+    launch, parser = Launch(words), launch_parser()
+    parser.error = partial(_refuse_words, parser)
+    args = parser.parse_args(words)
     _read_launch_file(launch, args)
     _read_script(launch, args)
     _read_deepspeed(launch)
@@ -192,6 +194,22 @@ def read(words: list[str]) -> Launch:
     if launch.strategy == "ddp" and launch.world == 1:
         launch.strategy = "single"
     return launch
+
+
+def _refuse_words(parser: argparse.ArgumentParser, message: str) -> None:
+    """One paragraph in place of accelerate's hundred flags."""
+    near = [
+        f"{word} ({close[0]}?)"
+        for word in re.findall(r"--[\w-]+", message)
+        if word not in parser._option_string_actions
+        and (close := difflib.get_close_matches(word, parser._option_string_actions, n=1))
+    ]
+    hint = f" Did you mean: {', '.join(near)}" if near else ""
+    print(
+        f"error: the words before the recipe: {message}.{hint} `accelerate launch --help` lists its flags.",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
 
 
 def load_yaml(path: Path) -> tuple[dict, list[str]]:

@@ -309,6 +309,21 @@ def test_the_check_runs_from_a_shell():
     assert broken.returncode == 2
 
 
+def test_words_that_the_launcher_does_not_know_are_told_in_one_paragraph(capsys):
+    for word, near in (
+        ("--num_proceses", "--num_processes?"),
+        ("--gpus-per-nod", "--gpus"),
+        ("--fsdp_reshard_afterforward", "reshard_after_forward?"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            check.main([word, "8", "--config_file", "accelerate_configs/ddp.yaml", "recipes/llama-3.2-1b/train.py"])
+        said = capsys.readouterr().err
+        assert stopped.value.code == 2 and word in said and near in said and len(said.splitlines()) == 1, said
+    with pytest.raises(SystemExit):
+        check.main(["--gpu", "h1000"])
+    assert "h100-80gb" in capsys.readouterr().err  # the GPUs that there are
+
+
 def test_local_rows_are_inspected_and_what_is_wrong_with_them_is_told(tmp_path, monkeypatch, capsys):
     import tiny_model
 
