@@ -116,7 +116,7 @@ def host() -> str:
 def option(words: list[str], name: str) -> str | None:
     """The value of `--name value` or `--name=value`, the last one where it stands twice."""
     value = None
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         key, equals, attached = word.partition("=")
         if key.replace("-", "_") == f"__{name}":
             value = attached if equals else following
@@ -319,9 +319,9 @@ def shared_folder_problem(store, place: Place, folder: Path, met: list) -> str |
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder / f".shared-{secrets.token_hex(8)}"  # a new name: no network file system has cached it as absent
         mark.touch()
-        store.set("token", mark.name)
-    name, begun = store.get("token").decode(), time.monotonic()
-    while not (seen := (folder / name).exists()) and time.monotonic() - begun < 10:
+        store.set("token", str(mark.absolute()))
+    written, begun = Path(store.get("token").decode()), time.monotonic()
+    while not (seen := (folder / written.name).exists()) and time.monotonic() - begun < min(10, place.meet / 3):
         time.sleep(0.2)
     store.set(f"seen {place.rank}", "yes" if seen else str(folder.absolute()))
     found = [store.get(f"seen {rank}").decode() for rank in range(place.nodes)]
@@ -331,7 +331,7 @@ def shared_folder_problem(store, place: Place, folder: Path, met: list) -> str |
     if not blind:
         return None
     return (
-        f"output_dir is not shared: what {met[0][1]} writes into {folder.absolute()} is not seen by {', '.join(blind)}. Give "
+        f"output_dir is not shared: what {met[0][1]} writes into {written.parent} is not seen by {', '.join(blind)}. Give "
         "an --output_dir on a file system that all nodes share."
     )
 
