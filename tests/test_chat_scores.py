@@ -130,11 +130,16 @@ def test_whole_weights_are_scored_and_the_base_is_not_scored_again(run, tmp_path
     assert found["held-out loss"]["tuned"]["loss"] == pytest.approx(scores["held-out loss"]["tuned"]["loss"], rel=1e-2)
 
 
-def test_other_data_than_the_runs_is_refused(run, tmp_path):
-    changed = tmp_path / "run"
-    changed.mkdir()
-    (changed / "run.json").write_text((run / "run.json").read_text())
-    (changed / "eval_rows.json").write_text("[1, 2, 3]")
-    result = chat_scores(changed)
-    assert result.returncode == 1 and "names other rows than the data gives now" in result.stderr
-    assert not (changed / "scores.json").exists()
+def test_other_data_than_the_runs_is_refused(run, tmp_path, monkeypatch, capsys):
+    import chat_scores as program
+
+    def other_rows(record, extra, scratch):
+        Path(scratch, "eval_rows.json").write_text("[1, 2, 3]")
+        return None, None, None
+
+    before = (run / "scores.json").read_text() if (run / "scores.json").exists() else None
+    monkeypatch.setattr(program, "prepare", other_rows)
+    monkeypatch.setattr(sys, "argv", ["chat_scores.py", str(run)])
+    assert program.main() == 1
+    assert "names other rows than the data gives now" in capsys.readouterr().err
+    assert ((run / "scores.json").read_text() if (run / "scores.json").exists() else None) == before
