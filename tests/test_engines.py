@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ROOT / "scripts" / "engines"
@@ -318,6 +321,15 @@ def test_job_files_pass_the_published_schemas(job_files, tmp_path):
     assert done.stdout == "valid\n", done.stderr
 
 
+def test_slurm_file_passes_shellcheck():
+    beside = Path(sys.executable).with_name("shellcheck")
+    tool = beside if beside.is_file() else shutil.which("shellcheck")
+    if tool is None:
+        pytest.skip("shellcheck is not installed: requirements-dev.txt has it for Linux on x86-64")
+    done = subprocess.run([tool, ENGINES / "slurm.sbatch"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 def test_slurm_file_gives_the_ranks_the_time_that_it_asks_for():
     text = (ENGINES / "slurm.sbatch").read_text(encoding="utf-8")
     seconds = text.split("--signal=TERM@")[1].split()[0]
@@ -330,3 +342,24 @@ def test_job_arrays_need_a_folder_for_each_task():
     command = ["bash", str(ENGINES / "slurm.sbatch"), *LINE, "--output_dir", "/shared/run"]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == node.REFUSED and "write %a into --output_dir" in done.stderr
+
+
+def test_every_command_of_the_docs_is_understood():
+    text = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    found = re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    programs = set()
+    for command in "".join(found).splitlines():
+        words = shlex.split(command.removeprefix("until ").partition(" > ")[0].partition(";")[0])
+        line = words[words.index("accelerate") :] if "accelerate" in words else []
+        programs.add(words[1] if words[0] == "python" else words[0])
+        if words[0] == "accelerate":
+            parsed = launch_command_parser().parse_args(line[2:])
+            assert (parsed.num_machines, parsed.num_processes) == (2, 16)
+        elif words[:2] == ["python", "scripts/engines/render.py"]:
+            done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
+            assert done.returncode == 0 and done.stdout, done.stderr
+        elif line:
+            assert node.read_line(line).launch_file.stem in render.strategies(node.read_line(line).recipe)
+        else:
+            assert words[0] in ("export", "pip"), command
+    assert programs >= {"sbatch", "accelerate", "scripts/engines/node.py", "scripts/engines/ray_launch.py"}

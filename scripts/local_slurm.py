@@ -1,8 +1,9 @@
-"""A Slurm cluster of two nodes on this machine, for tests: munged, slurmctld and two slurmd, all real, in one folder.
+"""A Slurm cluster of two nodes on this machine, for the engine campaign: munged, slurmctld and two slurmd, all real.
 
-Needs Debian's `slurm-wlm` and `munge`. Every daemon is a child of the test and is stopped by `stop`.
+Needs Debian's `slurm-wlm` and `munge`. Every daemon is a child of this process and is stopped by `stop`.
 """
 
+import contextlib
 import getpass
 import os
 import secrets
@@ -11,6 +12,8 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+
+import psutil
 
 CONFIGURATION = """
 ClusterName=cookbook
@@ -89,23 +92,27 @@ class Cluster:
 
     def take_down(self, node: str) -> None:
         """As a node that loses power: its daemon, its steps and all that they started are killed at once."""
-        import psutil
+        daemon = self.daemons.pop(node)
+        daemon.kill()
+        daemon.wait()
+        self.kill_steps(node)
 
-        family = [psutil.Process(self.daemons[node].pid)]
-        for process in psutil.process_iter(["name", "cmdline"]):  # the steps are no children of the daemon
-            if process.info["name"] == "slurmstepd" and self.node_of(process) == node:
-                family += [process, *process.children(recursive=True)]
-        for process in family:
-            process.kill()
-        self.daemons.pop(node).wait()
-
-    @staticmethod
-    def node_of(step) -> str | None:
-        """The node that a slurmstepd works for: its children carry it in their environment."""
-        for child in step.children():
-            if node := child.environ().get("SLURMD_NODENAME"):
-                return node
-        return None
+    def kill_steps(self, node: str | None = None) -> None:
+        """Kill what the steps of this cluster, on `node` or on both, have started; they are no children of slurmd."""
+        for step in psutil.process_iter(["name"]):
+            if step.info["name"] != "slurmstepd":
+                continue
+            family, variables = [], {}
+            with contextlib.suppress(psutil.Error):
+                family = step.children(recursive=True)
+                for child in family:
+                    variables |= child.environ()
+            if variables.get("SLURM_CONF") != self.variables["SLURM_CONF"]:
+                continue
+            if node is None or variables.get("SLURMD_NODENAME") == node:
+                for process in [step, *family]:
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
 
     def call(self, *words: str) -> str:
         done = subprocess.run(words, env=os.environ | self.variables, capture_output=True, text=True, timeout=60)
@@ -118,7 +125,7 @@ class Cluster:
         shown = dict(word.partition("=")[::2] for word in self.call("scontrol", "-o", "show", "job", job).split())
         return f"{shown['JobState']} {shown['Restarts']}"
 
-    def wait(self, condition, seconds: float, what: str) -> None:
+    def wait(self, condition, seconds: float, what: str, every: float = 0.5) -> None:
         begun = time.monotonic()
         while True:
             try:
@@ -128,9 +135,10 @@ class Cluster:
                 what = f"{what} ({error})"
             if time.monotonic() - begun > seconds:
                 raise TimeoutError(f"no {what} after {seconds} s; logs: {self.work}")
-            time.sleep(0.5)
+            time.sleep(every)
 
     def stop(self) -> None:
+        self.kill_steps()
         for daemon in reversed(list(self.daemons.values())):
             daemon.terminate()
         for daemon in self.daemons.values():

@@ -1,0 +1,101 @@
+"""On real engines a node that is lost is replaced, and the run comes to the same losses and the same weights."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import engine_campaign
+import local_slurm
+import pytest
+import smoke
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = "llama-3.2-1b"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Two real Slurm nodes on this machine."""
+    try:
+        made = local_slurm.Cluster(tmp_path_factory.mktemp("slurm") / "cluster")
+    except FileNotFoundError as error:
+        pytest.skip(f"Slurm is not installed ({error}); .ci/run installs it")
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def unbroken(benches):
+    """final/ of a run on two processes that nothing happens to, by strategy."""
+    made = {}
+
+    def final(strategy: str) -> Path:
+        bench = benches(RECIPE)
+        if strategy not in made:
+            made[strategy] = bench.work / f"unbroken-{strategy}"
+            result = bench.launch(strategy, made[strategy], 2, bench.work / f"unbroken-{strategy}.log")
+            assert result.rc == 0, smoke.reason(result.output)
+        return made[strategy] / "final"
+
+    return final
+
+
+def test_slurm_job_is_queued_again_after_a_node_is_lost_and_comes_to_the_same_losses(benches, cluster):
+    bench = benches(RECIPE)
+    cell = engine_campaign.run_cell("slurm", bench, "ddp", "down", cluster)
+    assert cell.error is None, cell.error
+    run = bench.work / "slurm-ddp-down"
+    ends = [entry for entry in map(json.loads, (run / "starts.jsonl").open()) if "exit_code" in entry]
+    assert [entry["exit_code"] for entry in ends][-1] == 0
+
+
+def test_slurm_job_with_a_bad_key_is_not_queued_again(benches, cluster, tmp_path):
+    bench = benches(RECIPE)
+    cluster.variables |= engine_campaign.environment(bench)
+    line = [*engine_campaign.launch_line(bench, "ddp", tmp_path / "run"), "--learning_rte", "1"]
+    options = ["--parsable", "--nodes=2", "--gpus-per-node=0", "--time=5", f"--output={tmp_path}/log"]
+    job = cluster.call("sbatch", *options, "scripts/engines/slurm.sbatch", *line).strip()
+    cluster.wait(lambda: cluster.state(job).split()[0] in ("FAILED", "COMPLETED"), 120, "end of the job")
+    assert cluster.state(job) == "FAILED 0"
+    log = (tmp_path / "log").read_text(encoding="utf-8")
+    assert "learning_rate" in log and "exit code 78" in log
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ("ddp", "fsdp", "zero3"))
+@pytest.mark.parametrize("event", ("term", "preempt", "down"))
+def test_slurm_job_comes_to_the_same_weights(benches, cluster, unbroken, strategy, event):
+    cell = engine_campaign.run_cell("slurm", benches(RECIPE), strategy, event, cluster, unbroken(strategy))
+    assert cell.error is None, cell.error
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ("ddp", "fsdp", "zero3"))
+def test_ray_job_comes_to_the_same_weights_after_a_worker_is_killed(benches, unbroken, strategy):
+    bench = benches(RECIPE)
+    cell = engine_campaign.run_cell("ray", bench, strategy, "down", unbroken=unbroken(strategy))
+    assert cell.error is None, cell.error
+    log = (bench.work / f"ray-{strategy}-down.log").read_text(encoding="utf-8")
+    for step in range(1, smoke.STEPS + 1):
+        assert f"step {step}: loss " in log, "each step is reported to Ray"
+
+
+@pytest.mark.matrix
+def test_hosts_end_in_time_when_the_network_is_cut_and_resume(benches, unbroken):
+    if os.getuid() != 0 or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and iproute2")
+    cell = engine_campaign.run_cell("hosts", benches(RECIPE), "ddp", "cut", unbroken=unbroken("ddp"))
+    assert cell.error is None, cell.error
+
+
+def test_table_in_the_docs_is_what_was_measured():
+    text = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    kept = json.loads((ROOT / "docs" / "engines.json").read_text(encoding="utf-8"))
+    assert engine_campaign.table(kept["cells"]) in text
+    assert not [cell for cell in kept["cells"] if cell["error"]]
+    shown = subprocess.run(
+        ["python", "scripts/engine_campaign.py", "--table"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert shown.stdout.strip() in text
