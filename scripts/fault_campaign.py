@@ -489,7 +489,10 @@ def plan(strategy: str) -> dict[str, list[Fault]]:
     for number, name in enumerate(("packed", "lora")):
         moment = ENDINGS[(2 * place + number) % len(ENDINGS)]
         end = Fault(moment, TARGETS[(place + 2 + 3 * number) % len(TARGETS)], 1, _delay(moment, draw))
-        chains[f"{strategy} {name}"] = body[number::2] + failures[number::2] + damages[number::2] + [end]
+        faults = body[number::2] + failures[number::2] + damages[number::2] + [end]
+        if strategy == "single":
+            faults = [replace(fault, target=fault.target.replace("rank 1", "rank 0")) for fault in faults]
+        chains[f"{strategy} {name}"] = faults
     return chains
 
 
