@@ -10,6 +10,7 @@ import ast
 import contextlib
 import difflib
 import importlib
+import io
 import json
 import logging
 import os
@@ -439,6 +440,31 @@ def _read_script(launch: Launch, args: argparse.Namespace) -> None:
     _read_arguments(launch, names, words)
     if launch.model_args is not None:
         launch.model_config, launch.model_source = model_config(launch.model_args, launch)
+        _choose_attention(launch)
+
+
+def _choose_attention(launch: Launch) -> None:
+    """The recipe's own choice, without FlashAttention: it switches packing off where documents would meet."""
+    file, asked = launch.recipe / "speed.py", launch.model_args.attn_implementation
+    if launch.model_config is None or not file.is_file() or not launch.training_args.packing:
+        return
+    with contextlib.redirect_stdout(io.StringIO()):
+        load_module(file.resolve()).choose_attention(launch.model_config, launch.training_args, asked)
+    if launch.training_args.packing:
+        return
+    if asked is None:
+        launch.notes.append(
+            "without a flash kernel the recipe switches packing off, as this model would attend across documents; "
+            "--attn_implementation flash_attention_4 checks the packed run."
+        )
+    else:
+        launch.warn(
+            "packing-off",
+            launch.where("attn_implementation"),
+            "attn_implementation",
+            f"with {asked} this model would attend across packed documents, so the recipe switches packing off.",
+            launch.line("attn_implementation", "flash_attention_4"),
+        )
 
 
 def _read_arguments(launch: Launch, names: list[str], words: list[str]) -> None:

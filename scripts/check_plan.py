@@ -47,7 +47,7 @@ class Plan:
             rows = f"{self.rows:,} training rows, " if self.rows is not None else ""
             told.append(f"{rows}{self.steps:,} steps, of which {self.warmup:,} warm-up")
         else:
-            told.append("steps: not known here (the rows are on the Hub); --max_steps N would say")
+            told.append("steps: not known here (rows on the Hub, or packed); --max_steps N would say")
         if self.parameters:
             told.append(f"{self.parameters:,} parameters, {self.trained:,} of them trained")
         if self.fastest:
@@ -105,7 +105,7 @@ def plan(launch: Launch) -> Plan:
     length = args.max_length or getattr(launch.model_config, "max_position_embeddings", None) or 1024
     found.tokens = found.global_batch * length
     found.rows = count_rows(launch)
-    if found.rows is not None and args.max_steps <= 0:
+    if found.rows is not None and args.max_steps <= 0 and not args.packing:  # packed rows are fewer
         batches = math.ceil(found.rows / (micro * launch.world))
         found.steps = math.ceil(args.num_train_epochs * max(math.ceil(batches / accumulation), 1))
     elif args.max_steps > 0:

@@ -186,6 +186,7 @@ def test_a_plan_counts_rows_steps_and_bytes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["--gpu", "h100-80gb", "--num_processes", "2", "--config_file", "accelerate_configs/ddp.yaml"]
     words += ["recipes/llama-3.2-1b/train.py", "--dataset_name", "rows.jsonl", "--num_train_epochs", "3"]
+    words += ["--packing", "false"]
     _, told = report(words, capsys)
     plan = told["plan"]
     assert (plan["rows"], plan["global_batch"], plan["steps"]) == (38, 4, 30)  # 40 rows, 2 held out; 10 steps an epoch
@@ -233,6 +234,28 @@ def models_on_meta():
         with torch.device("meta"):
             made.append((AutoModelForCausalLM.from_config(config), arguments))
     return made
+
+
+def test_a_check_of_the_data_that_fails_is_an_error(tmp_path, monkeypatch, capsys):
+    """Packed gpt-oss rows with eager attention: the rule reads the source, the inspection of the data asks the model."""
+    import tiny_model
+
+    copy_cookbook(tmp_path, "gpt-oss-20b")
+    monkeypatch.chdir(tmp_path)
+    tiny_model.write_tiny_model("gpt-oss", tmp_path / "tiny")
+    words = ["--gpu", "h100-80gb", "--data", "40", "--config_file", "accelerate_configs/ddp.yaml"]
+    words += ["recipes/gpt-oss-20b/train.py", "--dataset_name", "rows.jsonl", "--model_name_or_path", "tiny"]
+    words += ["--model_revision", "main", "--max_steps", "400"]
+    code, told = report(words, capsys)
+    assert code == 0, told["findings"]
+    speed = tmp_path / "recipes" / "gpt-oss-20b" / "speed.py"  # which switches packing off
+    speed.write_text(speed.read_text().replace("training_args.packing = False", "pass"))
+    shutil.move(tmp_path / "recipes" / "gpt-oss-20b", tmp_path / "recipes" / "mine")
+    words[words.index("recipes/gpt-oss-20b/train.py")] = "recipes/mine/train.py"
+    code, told = report([*words, "--packing", "true"], capsys)
+    assert code == 1 and {"packing-leaks", "data"} == {finding["rule"] for finding in told["findings"]}, told[
+        "findings"
+    ]
 
 
 def test_packing_leaks_where_the_model_mixes_documents():
