@@ -55,12 +55,12 @@ class Cell:
     error: str | None = None
 
 
-def launch_line(bench: smoke.Bench, strategy: str, run: Path) -> list[str]:
+def launch_line(bench: smoke.Bench, strategy: str, run: Path, wrapper: str | None = None) -> list[str]:
     """The line that a person would type, with the tiny model; FSDP through fsdp_on_cpu.py."""
-    wrapper = ["scripts/fsdp_on_cpu.py"] if strategy == "fsdp" else []
+    wrapper = wrapper or ("scripts/fsdp_on_cpu.py" if strategy == "fsdp" else None)
     recipe = os.path.relpath(bench.folder / "train.py", ROOT)
-    line = ["accelerate", "launch", "--config_file", f"accelerate_configs/{strategy}.yaml", *wrapper, recipe]
-    return [*line, "--use_cpu", "true", *bench.arguments(run, 2)]
+    line = ["accelerate", "launch", "--config_file", f"accelerate_configs/{strategy}.yaml"]
+    return [*line, *([wrapper] if wrapper else []), recipe, "--use_cpu", "true", *bench.arguments(run, 2)]
 
 
 def starts(run: Path) -> list[dict]:
@@ -168,7 +168,7 @@ def by_hosts(bench: smoke.Bench, strategy: str, event: str, run: Path) -> float:
     Returns the seconds from the cut to the end of both nodes.
     """
     name, waited = f"c{os.getpid()}", 0.0
-    spaces = [f"{name}a", f"{name}b"]
+    spaces, all_started = [f"{name}a", f"{name}b"], []
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True)
@@ -178,11 +178,13 @@ def by_hosts(bench: smoke.Bench, strategy: str, event: str, run: Path) -> float:
         for rank, space in enumerate(spaces):
             place = {"NUM_NODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "10.123.0.1", "MEET_SECONDS": "60"}
             place |= {"GLOO_SOCKET_IFNAME": f"{name}{rank}", "GRACE_SECONDS": "30"}
+            place["COLLECTIVE_TIMEOUT"] = "15"
             variables = os.environ | environment(bench) | place
             command = ["ip", "netns", "exec", space, sys.executable, "scripts/engines/node.py"]
-            command += [*launch_line(bench, strategy, run), "--ddp_timeout", "15"]
+            command += launch_line(bench, strategy, run, "scripts/timeout_on_cpu.py")
             with open(run.parent / f"{run.name}-{rank}.log", "a", encoding="utf-8") as output:
                 started.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=output))
+        all_started.extend(started)
         return started
 
     try:
@@ -219,6 +221,11 @@ def by_hosts(bench: smoke.Bench, strategy: str, event: str, run: Path) -> float:
         if codes != [0, 0]:
             raise launching.LaunchError(f"the second start ended with {codes}, expected 0; logs: {run.parent}")
     finally:
+        for node in all_started:
+            if node.poll() is None:
+                for process in psutil.Process(node.pid).children(recursive=True):
+                    process.kill()
+                node.kill()
         for space in spaces:
             subprocess.run(["ip", "netns", "delete", space], check=False)
     return waited
@@ -271,7 +278,7 @@ def run_cell(engine: str, bench: smoke.Bench, strategy: str, event: str, cluster
             by_hosts(bench, strategy, event, run)
         judge(cell, bench, run, unbroken)
     except (launching.LaunchError, TimeoutError, RuntimeError, subprocess.SubprocessError) as error:
-        cell.error = str(error)
+        cell.error = str(error)[-300:]
     cell.seconds = round(time.monotonic() - begun, 1)
     return cell
 

@@ -49,10 +49,11 @@ import yaml
 DONE, RESTART, REFUSED = 0, 75, 78  # EX_TEMPFAIL and EX_CONFIG of sysexits.h
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "datasets", "bitsandbytes")
 OURS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port", "num_processes")
+LEFT_OUT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")  # engines set them, torchrun's count
 # What a rank says when it is another one, or the network, that is gone; hardware that a new node would not have.
 LOST = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|gloo|NCCL|DistBackendError|DistNetworkError|DistStoreError|TimeoutError"
-    r"|[Tt]imed? ?out|did not answer|ECC|unspecified launch failure|device-side|NVLink|CUDA error: (unknown|hardware)",
+    r"|[Tt]imed? ?out|did not answer|\bECC\b|unspecified launch failure|NVLink|CUDA error: (unknown|hardware)",
 )
 
 
@@ -285,7 +286,7 @@ def meet(place: Place, line: Line, same: dict[str, str], problem: str | None) ->
         if store.add("left", 1) == place.nodes:
             store.set("all left", "")
         if place.rank == 0:  # the store lives here
-            store.wait(["all left"], timedelta(seconds=10))
+            store.wait(["all left"], timedelta(seconds=place.meet))
     except DistError as error:
         here = ", ".join(f"{name} with NODE_RANK {rank}" for rank, name, _ in met)
         raise UnmetError(
@@ -412,8 +413,10 @@ def wait_for_lock(folder: Path, seconds: float) -> None:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            except OSError:
+            except BlockingIOError:
                 time.sleep(1)
+            except OSError:  # a file system without locks
+                return
 
 
 def die_with_parent() -> None:
@@ -432,14 +435,7 @@ def run(line: Line, place: Place, processes: int) -> tuple[int, str]:
         )
     with tempfile.TemporaryDirectory(prefix="node-") as work:
         refusal = Path(work) / "refusal"
-        left_out = (
-            "RANK",
-            "LOCAL_RANK",
-            "WORLD_SIZE",
-            "LOCAL_WORLD_SIZE",
-            "GROUP_RANK",
-        )  # an engine's; torchrun's count
-        variables = {name: value for name, value in os.environ.items() if name not in left_out}
+        variables = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
         variables |= {"GUARD_REFUSAL_FILE": str(refusal), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(0.9 * place.grace))}
         launcher = subprocess.Popen(
             launch_words(line, place, processes), env=variables, preexec_fn=die_with_parent, start_new_session=True
