@@ -88,6 +88,14 @@ def stand_in(config, attention: str | None = None) -> torch.nn.Module:
             return AutoModelForCausalLM.from_config(config, **options).eval()
 
 
+def _choose_attention(speed: ModuleType | None, script_args, training_args, model_args, recipe_args) -> None:
+    """Of keeper.open_run what decides the rows: with some attention, packing is switched off."""
+    if speed is not None:
+        config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+        asked = model_args.attn_implementation
+        model_args.attn_implementation = speed.choose_attention(config, training_args, asked)
+
+
 def _note_source(inputs: ModuleType, load_rows, asked: dict, script_args, training_args, recipe_args, tokenizer, *rest):
     """The recipe's load_rows; before it, what the rows depend on is kept in `asked`."""
     template = inputs.template_of(training_args, tokenizer)
@@ -141,13 +149,15 @@ def prepare(folder: str | Path, words: list[str], first: int | None = None) -> P
         stack.enter_context(patch.dict(sys.modules))  # another recipe's modules may have the same names
         for name in files & sys.modules.keys():
             del sys.modules[name]
-        modules = {name: importlib.import_module(name) for name in ("guard", "inputs", "keeper") if name in files}
+        modules = {
+            name: importlib.import_module(name) for name in ("guard", "inputs", "keeper", "speed") if name in files
+        }
         if "guard" in modules:  # the launch is not what is looked at; the arguments stay as strict as ever
             replace = {"check_launch": lambda parser, script, _: modules["inputs"].strict_arguments(parser, script)}
             stack.enter_context(patch.multiple(modules["guard"], **replace))
         if "keeper" in modules:
-            nothing = {"open_run": lambda *_: None, "watch": lambda *_: None}
-            stack.enter_context(patch.multiple(modules["keeper"], **nothing))
+            replace = {"open_run": partial(_choose_attention, modules.get("speed")), "watch": lambda *_: None}
+            stack.enter_context(patch.multiple(modules["keeper"], **replace))
         if inputs := modules.get("inputs"):
             if not hasattr(inputs, "FIRST"):
                 raise PreparationError(

@@ -5,7 +5,8 @@
 
 What follows the two folders is given to train.py, which is stopped before its first step. Give the same arguments to
 the run, apart from the dataset: one that would prepare the rows in another way refuses the folder, and says why. The
-same command again changes nothing, and two at once give one complete folder. No GPU and no weights are needed.
+same command again changes nothing, and two at once give one complete folder. No GPU and no weights are needed. Attention
+decides whether gpt-oss rows are packed: prepare them for a flash kernel with `--attn_implementation flash_attention_4`.
 """
 
 import argparse
@@ -57,6 +58,10 @@ def write(folder: Path, dest: Path, words: list[str]) -> dict:
         (partial / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         os.sync()
         os.rename(partial, dest)
+    except OSError:
+        if not (dest / RECORD).is_file():
+            raise
+        return write(folder, dest, words)  # another one was faster, on a file system without locks
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return record
