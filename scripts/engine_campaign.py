@@ -1,7 +1,7 @@
 """Real engines on this machine: two nodes, one is lost in the middle, and the run must come to the same end.
 
     python scripts/engine_campaign.py --engine slurm --recipe llama-3.2-1b --strategy ddp --event down
-    python scripts/engine_campaign.py --table          # what docs/engines.json holds, as a table
+    python scripts/engine_campaign.py --table          # what docs/engines.json holds, into docs/engines.md
 
 Each cell starts the shipped job file, or the shipped launcher, with a tiny model on two nodes of one process. Then
 
@@ -35,7 +35,8 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "docs" / "engines.json"
+TABLE, DOCS = ROOT / "docs" / "engines.json", ROOT / "docs" / "engines.md"
+MARKS = ("<!-- engine table -->\n", "\n<!-- end of engine table -->")
 KILL_AFTER = smoke.SAVE_EVERY  # the first checkpoint
 
 
@@ -313,6 +314,19 @@ def keep(cell: Cell) -> None:
     kept["cells"] = sorted([*others, asdict(cell)], key=lambda old: tuple(old.values())[:4])
     kept["machine"] = f"{os.cpu_count()} CPU cores, no GPU; {time.strftime('%Y-%m-%d')}; torch {torch.__version__}"
     TABLE.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    write_docs(kept)
+
+
+def docs_table(kept: dict) -> str:
+    return (
+        f"{table(kept['cells'])}\n\n`loss`: largest deviation of a step from one unbroken process. {kept['machine']}."
+    )
+
+
+def write_docs(kept: dict) -> None:
+    """Put the table into docs/engines.md, between its marks."""
+    before, rest = DOCS.read_text(encoding="utf-8").split(MARKS[0])
+    DOCS.write_text(before + MARKS[0] + docs_table(kept) + MARKS[1] + rest.split(MARKS[1])[1], encoding="utf-8")
 
 
 def main() -> int:
@@ -327,7 +341,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="print the kept results, and run nothing")
     args = parser.parse_args()
     if args.table:
-        print(table(read_table()["cells"]))
+        write_docs(read_table())
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="engines-") as folder, contextlib.ExitStack() as stack:

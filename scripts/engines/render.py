@@ -21,6 +21,7 @@ import yaml
 from node import Line, RefusedError, option, read_line
 
 HERE, ROOT = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]
+MLFLOW = "mlflow==3.18.0"
 # File, the folder where storage that outlives a node is mounted, and what the accelerator is called.
 ENGINES = {
     "jobset": ("kubernetes/jobset.yaml", "/runs/", ""),
@@ -61,10 +62,11 @@ def check(line: Line, engine: str, nodes: int, gpus: int, accelerator: str) -> N
         )
 
 
-def requirements() -> list[str]:
-    """The pins of requirements.txt."""
+def requirements(line: Line) -> list[str]:
+    """The pins of requirements.txt, and MLflow where the line reports to it."""
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+    pins = [pin for pin in lines if pin and not pin.startswith("#")]
+    return [*pins, MLFLOW] if "mlflow" in (option(line.words, "report_to") or "") else pins
 
 
 def render(engine: str, line: Line, **values) -> str:
@@ -75,7 +77,7 @@ def render(engine: str, line: Line, **values) -> str:
         "words": json.dumps(line.words),  # JSON is YAML
         "termination": values["grace"] + 60,  # for the preflight and the end of the launcher
         "total": values["nodes"] * values["gpus"],
-        "dependencies": json.dumps(requirements()),
+        "dependencies": json.dumps(requirements(line)),
     }
     text = Template((HERE / ENGINES[engine][0]).read_text(encoding="utf-8")).substitute(values)
     list(yaml.safe_load_all(text))
