@@ -32,9 +32,10 @@ RECIPE = SCRIPTS.parent / "recipes" / "llama-3.2-1b"
 def write_rows(path: Path, count: int) -> None:
     """Chats of one question and one answer; the words are random."""
     draw = random.Random(0)
+    known = [a + b for a in launching.WORDS for b in launching.WORDS] + list(launching.WORDS)
 
     def text(words: int) -> str:
-        return " ".join(draw.choices(launching.WORDS, k=words))
+        return " ".join(draw.choices(known, k=words))
 
     with open(path, "w", encoding="utf-8") as file:
         for number in range(count):

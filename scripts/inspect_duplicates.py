@@ -67,7 +67,7 @@ def find(train: Dataset, evaluation: Dataset) -> Duplicates:
     index = MinHashLSH(threshold=0.8, num_perm=64) if MinHash else None
     for number, row in enumerate(words if index else []):
         index.insert(number, _sketch(row))
-    best = {}
+    twins = {}
     for place, row in enumerate(train):
         text = text_of(row)
         if (digest := _digest(text)) in equal:
@@ -77,9 +77,10 @@ def find(train: Dataset, evaluation: Dataset) -> Duplicates:
         mine = set(WORD.findall(text.lower())) - frame
         for number in index.query(_sketch(mine)):
             overlap = len(mine & words[number]) / max(1, len(mine | words[number]))
-            if overlap >= max(NEAR, best.get(number, (0, 0))[0]):
-                best[number] = (overlap, place)
-    pairs = [(int(places[number]), place, round(overlap, 3)) for number, (overlap, place) in best.items()]
+            if overlap >= NEAR:
+                twins[number] = (overlap, place)
+                index.remove(number)  # counted: rows that all look alike would otherwise be compared again and again
+    pairs = [(int(places[number]), place, round(overlap, 3)) for number, (overlap, place) in twins.items()]
     equal_rows = sum(_digest(text) in seen for text in texts)
-    near = len(best) if index is not None else None
+    near = len(twins) if index is not None else None
     return Duplicates(len(evaluation), len(places), equal_rows, near, sorted(pairs, key=lambda pair: -pair[2])[:20])
