@@ -111,6 +111,13 @@ def by_slurm(cluster: local_slurm.Cluster, bench: smoke.Bench, strategy: str, ev
         line = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=srun sleep 1"]
         cluster.call("sbatch", *line)
     ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+    cluster.wait(
+        lambda: cluster.state(job).startswith(("PENDING 1", "RUNNING 1", *ended)),
+        120,
+        f"requeue of the job; log: {log}",
+    )
+    if cluster.state(job) == "PENDING 1":  # Slurm would begin two minutes later
+        cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
     cluster.wait(lambda: cluster.state(job).split()[0] in ended, 150, f"end of the job; log: {log}")
     if (state := cluster.state(job)) != "COMPLETED 1":
         raise launching.LaunchError(f"the job ended as {state}, expected COMPLETED 1; log: {log}")
@@ -356,7 +363,8 @@ def main() -> int:
             stack.callback(cluster.stop)
         cell = run_cell(args.engine, bench, args.strategy, args.event, cluster, plain / "final")
         if cell.error:
-            for log in sorted(bench.work.glob(f"{args.engine}-*.log")):
+            logs = [*bench.work.glob(f"{args.engine}-*.log"), *bench.work.glob(f"{args.engine}-*/starts.jsonl")]
+            for log in [*logs, *Path(folder).glob("slurm/slurmctld.log")]:
                 print(log.read_text(encoding="utf-8", errors="replace")[-6000:])
     keep(cell)
     print(table([asdict(cell)]))

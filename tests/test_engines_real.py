@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import socket
 from pathlib import Path
 
 import engine_campaign
+import launching
 import local_slurm
 import pytest
 import smoke
@@ -60,6 +62,23 @@ def test_slurm_job_with_a_bad_key_is_not_queued_again(benches, cluster, tmp_path
     assert cluster.state(job) == "FAILED 0"
     log = (tmp_path / "log").read_text(encoding="utf-8")
     assert "learning_rate" in log and "exit code 78" in log
+
+
+def test_plain_launchers_that_share_no_output_folder_are_refused(benches, tmp_path):
+    bench, machines = benches(RECIPE), []
+    address = ("--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1")
+    address += ("--main_process_port", str(local_slurm.free_ports(1)[0]))
+    for rank in ("0", "1"):
+        disk = tmp_path / f"machine-{rank}"
+        disk.mkdir()
+        options = {"launcher": (*address, "--machine_rank", rank), "cwd": disk, "log": tmp_path / f"{rank}.log"}
+        options["environment"] = {"HF_HOME": str(bench.work / "cache"), "GUARD_REFUSAL_FILE": str(disk / "refusal")}
+        machines.append(launching.start(bench.folder, "ddp", *bench.arguments(Path("run"), 2), **options))
+    results = [machine.wait(120) for machine in machines]
+    assert [result.rc for result in results] == [1, 1]
+    told = f"output_dir {tmp_path}/machine-1/run on {socket.gethostname()} is not the folder that"
+    assert told in results[0].output and "(rank 1 of 2)" in results[0].output
+    assert all(told in (tmp_path / f"machine-{rank}" / "refusal").read_text(encoding="utf-8") for rank in (0, 1))
 
 
 @pytest.mark.matrix
