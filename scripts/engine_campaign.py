@@ -81,6 +81,7 @@ def environment(bench: smoke.Bench) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(local_slurm.free_ports(1)[0]),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
 
@@ -184,7 +185,13 @@ def by_hosts(bench: smoke.Bench, strategy: str, event: str, run: Path) -> float:
     def both() -> list[subprocess.Popen]:
         started = []
         for rank, space in enumerate(spaces):
-            place = {"NUM_NODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "10.123.0.1", "MEET_SECONDS": "60"}
+            place = {
+                "NUM_NODES": "2",
+                "NODE_RANK": str(rank),
+                "MASTER_ADDR": "10.123.0.1",
+                "MASTER_PORT": "29500",
+                "MEET_SECONDS": "60",
+            }
             place |= {"GLOO_SOCKET_IFNAME": f"{name}{rank}", "GRACE_SECONDS": "30"}
             place["COLLECTIVE_TIMEOUT"] = "15"
             variables = os.environ | environment(bench) | place
