@@ -56,7 +56,7 @@ def test_slurm_job_with_a_bad_key_is_not_queued_again(benches, cluster, tmp_path
     bench = benches(RECIPE)
     cluster.variables |= engine_campaign.environment(bench)
     line = [*engine_campaign.launch_line(bench, "ddp", tmp_path / "run"), "--learning_rte", "1"]
-    options = ["--parsable", "--nodes=2", "--gpus-per-node=0", "--time=5", f"--output={tmp_path}/log"]
+    options = ["--parsable", "--nodes=2", "--gpus-per-node=0", "--time=10", f"--output={tmp_path}/log"]
     job = cluster.call("sbatch", *options, "scripts/engines/slurm.sbatch", *line).strip()
     cluster.wait(lambda: cluster.state(job).split()[0] in ("FAILED", "COMPLETED"), 120, "end of the job")
     assert cluster.state(job) == "FAILED 0"
