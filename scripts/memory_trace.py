@@ -50,7 +50,13 @@ class PhaseTracker(MemTracker):
         if func is torch.ops.aten._to_copy.default:
             source, _ = self._WINFO.get(args[0].untyped_storage(), (None, None))
             self.casting = source is not None and source.reftype == _MemRefType.PARAM
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        held = None
+        if func is torch.ops.aten._softmax_backward_data.default:
+            # CUDA's kernel multiplies grad and output into a tensor of its own first (SoftMax.cu); held until it is done.
+            held = super().__torch_dispatch__(torch.ops.aten.mul.Tensor, types, args[:2])
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        del held
+        return result
 
     def _track(self, reftype, t) -> None:
         if self.casting:
@@ -148,6 +154,11 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
     return Attention.apply(query, key, value, bias, False)
 
 
+def _dropout(input, p=0.5, training=True, inplace=False):
+    # CUDA's kernel saves a mask of bools for the backward pass; the CPU saves the noise in the type of the input.
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
 def _flash(module, query, key, value, attention_mask, s_aux=None, **kwargs):
     query, key, value = _half(query, key, value)
     return Attention.apply(query, key, value, None, True).transpose(1, 2), None
@@ -211,6 +222,7 @@ def trace(config, settings, layers: int, compute: str) -> dict[str, dict[str, in
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, _mask(attention, settings.padded)))
         stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _sdpa))
+        stack.enter_context(mock.patch.object(torch.nn.functional, "dropout", _dropout))
         flash = {name: _flash for name in ("flash_attention_2", "flash_attention_3", "flash_attention_4")}
         stack.enter_context(mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, flash))
         stack.enter_context(mock.patch.object(moe, "_grouped_mm", lambda x, w, offs: GroupedMM.apply(x.to(w.dtype), w)))
