@@ -33,7 +33,7 @@ import speed
 from guard import memory_problem
 from inputs import PATH_KEYS
 from ranks import RUN, SECRET, agree, environment, exchange, is_main, record, say
-from watcher import MARK, Watcher, checkpoints, is_complete, lacks_state
+from watcher import MARK, Watcher, checkpoints, is_complete, is_damaged, lacks_state
 
 # Arguments that may differ between two starts of one run, because they do not decide its weights. What the batch
 # arguments and the number of processes decide together, the global batch, is compared by itself.
@@ -249,13 +249,21 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
         sys.exit(0)
     if named:
         problem = named_problem(Path(named), reasons)
+        if not any(exchange("named", problem)) and (damage := is_damaged(Path(named))):
+            problem = f"resume_from_checkpoint {named}: {damage}."
         if lacking := lacks_state(Path(named)):
             say(f"warning: {named} holds no {lacking}: as asked for, that state starts anew.")
     else:  # the same command continues the run
         for path, reason in reasons.items():
             if reason:
                 say(f"skipped {path}: {reason}")
-        resume = next((path for path, reason in reasons.items() if not reason), None)
+        resume = None
+        for path in (path for path, reason in reasons.items() if not reason):
+            if damage := is_damaged(Path(path)):
+                say(f"skipped {path}: {damage}")
+                continue
+            resume = path
+            break
         if resume and (lacking := lacks_state(Path(resume))):
             problem = (
                 f"{resume} holds no {lacking}, so it cannot continue this run. To go on from it all the same, with that "

@@ -10,17 +10,19 @@ import os
 import shutil
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import xxhash
 from accelerate import PartialState
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from guard import strategy_problem
-from ranks import RUN, agree, environment, is_main, record, say
+from ranks import RUN, agree, environment, exchange, is_main, record, say
 
 MARK = "complete.json"  # a checkpoint without it is not whole
 GIB = 2**30
@@ -32,14 +34,39 @@ GIB = 2**30
 def is_complete(checkpoint: Path) -> str | None:
     """Why a checkpoint is not whole, or None: its mark lists every file that was on disk, with its size in bytes."""
     try:
-        files = json.loads((checkpoint / MARK).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        files = json.loads((checkpoint / MARK).read_text())["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "it carries no completeness mark: the save was cut off"
-    for name, size in files.items():
+    for name, size in files:
         found = (checkpoint / name).stat().st_size if (checkpoint / name).is_file() else None
         if found != size:
             return f"{name} is {'missing' if found is None else f'{found} bytes'}, expected {size} bytes"
     return None
+
+
+def digests(checkpoint: Path, files: dict[str, int]) -> dict[str, str]:
+    """xxh3 of each file, the ranks sharing the work; none for a checkpoint of over 8 GiB a rank, to read which again
+    would take minutes. Call it on every rank."""
+    world, rank = environment("WORLD_SIZE", 1), environment("RANK", 0)
+    if sum(files.values()) > 8 * GIB * world:
+        return {}
+    mine = {}
+    for name in sorted(files)[rank::world]:
+        digest = xxhash.xxh3_64()
+        with open(checkpoint / name, "rb") as file:
+            while block := file.read(2**24):
+                digest.update(block)
+        mine[name] = digest.hexdigest()
+    return {name: value for part in exchange(f"digests of {checkpoint.name}", mine) for name, value in part.items()}
+
+
+def is_damaged(checkpoint: Path) -> str | None:
+    """Why a whole checkpoint does not hold what was written, though its sizes are right, or None. On every rank."""
+    mark = json.loads((checkpoint / MARK).read_text())
+    written = mark.get("digests") or {}
+    found = digests(checkpoint, mark["files"]) if written else {}
+    changed = [name for name in written if found.get(name) != written[name]]
+    return f"{changed[0]} is not what was written: its content changed on the disk" if changed else None
 
 
 def lacks_state(checkpoint: Path) -> str | None:
@@ -136,6 +163,11 @@ class Watcher(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **_):
         agree("strategy", strategy_problem(self.trainer))
+        if (
+            dist.is_initialized()
+        ):  # gloo and DeepSpeed's groups were made without it: a hang would last half an hour or for ever
+            for group in list(dist.distributed_c10d._world.pg_map):
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.ddp_timeout), group)
         agree("disk", disk_problem(self.trainer, self.keep) if is_main() else None)
         world = environment("WORLD_SIZE", 1)
         cpu = " on CPU (gloo), from the same launch file" if args.device.type == "cpu" else ""
@@ -198,19 +230,19 @@ class Watcher(TrainerCallback):
     def on_save(self, args, state, control, **_):
         self.pace.pause()
         PartialState().wait_for_everyone()
-        if not is_main():
-            return
-        os.sync()
         folder = RUN["folder"] / f"checkpoint-{state.global_step}"
         files = {
             str(p.relative_to(folder)): p.stat().st_size
             for p in sorted(folder.rglob("*"))
             if p.is_file() and p.name != MARK
         }
+        content = digests(folder, files)
+        if not is_main():
+            return
+        os.sync()
         partial = folder / f"{MARK}.partial"
-        partial.write_text(
-            json.dumps({"step": state.global_step, "world_size": environment("WORLD_SIZE", 1), "files": files})
-        )
+        mark = {"step": state.global_step, "world_size": environment("WORLD_SIZE", 1), "files": files}
+        partial.write_text(json.dumps(mark | {"digests": content}))
         os.replace(partial, folder / MARK)
         found = checkpoints(RUN["folder"])
         older = found[found.index(folder) + 1 :]
