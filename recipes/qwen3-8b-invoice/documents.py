@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from field_values import amount_readings, date_readings
 
+from field_values import amount_readings, date_readings
 from invoice import kind, load_schema, target_text
 
 DOCUMENT_KINDS = (".txt", ".pdf")

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from field_values import is_absent, same_value
 
+from field_values import is_absent, same_value
 from invoice import check_target, kind
 
 COUNTS = ("exact", "normalised", "missed", "invented", "wrong")

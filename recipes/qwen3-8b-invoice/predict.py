@@ -30,13 +30,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+
 from documents import DOCUMENT_KINDS, TEXT_COLUMN, find_documents, read_text
 from finished_run import Run, read_run
 from generation import generate_batches, load_model, one_line
-from value_flags import flag_values
-
 from inputs import FILE_KINDS, read_file
 from invoice import load_schema, prompt_messages
+from value_flags import flag_values
 
 
 def find_texts(files: Sequence[str], text_column: str) -> Iterator[tuple[str, str]]:

@@ -41,10 +41,10 @@ import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import gather_object
+
 from field_scores import score_replies
 from finished_run import held_out_rows, is_run, read_run
 from generation import generate, load_model, one_line, vllm_answers
-
 from inputs import FILE_KINDS, read_file
 from invoice import canonical, load_schema, parse_json, to_prompt_completion
 

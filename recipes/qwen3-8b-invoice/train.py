@@ -21,10 +21,10 @@ Scores, before and after: score.py.
 from functools import partial
 from pathlib import Path
 
-import documents
 from transformers import AutoTokenizer
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
+import documents
 import guard
 import inputs
 import invoice

@@ -16,7 +16,6 @@ from typing import Any
 
 from field_scores import read_reply
 from field_values import amount_readings, date_readings, is_absent
-
 from invoice import check_target, kind
 
 NOT_IN_TEXT = "not in the text"
