@@ -22,6 +22,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -401,7 +402,9 @@ class Arm:
         }
         if name == "unsloth":
             environment["PYTHONPATH"] = str(options.unsloth_site or "")
-        command = command_line(target, name, settings, model, rows, work / "runs" / f"{number:03}", options)
+        run = work / "runs" / f"{number:03}"
+        shutil.rmtree(run, ignore_errors=True)  # of an arm that was stopped in an earlier call
+        command = command_line(target, name, settings, model, rows, run, options)
         with open(self.log, "w", encoding="utf-8") as output:
             output.write(" ".join(command) + "\n")
             output.flush()
