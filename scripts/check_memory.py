@@ -3,7 +3,6 @@
 import dataclasses
 
 from check_launch import Launch
-from check_model import meta_model
 
 GIB = 2**30
 
@@ -16,7 +15,6 @@ def check(launch: Launch) -> str:
 
     config, gpu, host = launch.model_config, launch.gpu_bytes, launch.host_ram or float("inf")
     settings = memory.settings_of(launch)
-    settings = dataclasses.replace(settings, local=-(-launch.world // launch.nodes), lora_targets=_targets(launch))
     strategies = [name for name in memory.STRATEGIES if name in launch.strategies]
     try:
         found = memory.table(config, settings, gpu, host, strategies)
@@ -30,16 +28,6 @@ def check(launch: Launch) -> str:
         one = dataclasses.replace(settings, strategy=launch.strategy, stored="bfloat16")
         _too_large_for_the_host(launch, row, host, memory.predict(config, one).host)
     return _table(launch, found, gpu, host)
-
-
-def _targets(launch: Launch) -> tuple[str, ...]:
-    """The adapted modules by their last names; TRL holds a single one as a pattern."""
-    asked = launch.model_args.lora_target_modules or ()
-    if not launch.model_args.use_peft or not isinstance(asked, str):
-        return tuple(asked) if launch.model_args.use_peft else ()
-    linear = {n.rpartition(".")[2] for n, m in meta_model(launch).named_modules() if type(m).__name__ == "Linear"}
-    linear -= {"lm_head"}
-    return tuple(sorted(linear)) if asked == "all-linear" else tuple(name for name in linear if asked.endswith(name))
 
 
 def _too_large_for_the_gpu(launch: Launch, row: dict, found: dict, gpu: float) -> None:

@@ -9,12 +9,17 @@ Each setting trains three steps on random rows with TRL's SFTTrainer, built as t
 random weights of the published dimensions made on the GPU. A line of JSON is written as soon as a setting is done, and a
 setting that is in the file is not measured again. One that fails is written down with its error. The most informative
 settings come first. Then: `python scripts/memory.py --compare docs/memory.json`.
+
+Settings share a process, to import the libraries once. What an earlier one still holds is measured (`before`) and, in the
+kept file, subtracted from every size and named `held`; the least `before` of a run is cuBLAS's workspace, which stays in.
+A line says on which GPU and with which versions it was measured.
 """
 
 import argparse
 import dataclasses
 import gc
 import importlib.metadata
+import importlib.util
 import json
 import random
 import subprocess
@@ -203,7 +208,7 @@ def run(out: Path, only: list[str], until: float, rehearse: bool) -> None:
     for name, (family, size, layers, settings) in campaign().items():
         if name in read(out) or not any(word in name for word in only) or time.time() > until:
             continue
-        line = {"name": name, "family": family, "size": size, "layers": layers}
+        line = {"name": name, "family": family, "size": size, "layers": layers, "machine": machine()}
         line["settings"], start = dataclasses.asdict(settings), time.time()
         with open(out.with_suffix(".now"), "w", encoding="utf-8") as file:
             json.dump(line, file)
@@ -214,6 +219,11 @@ def run(out: Path, only: list[str], until: float, rehearse: bool) -> None:
             error.__traceback__ = None
         line["seconds"] = round(time.time() - start, 1)
         write(out, line)
+        if importlib.util.find_spec("bitsandbytes"):
+            # transformers names the embedding to it for every 8-bit optimizer, and it would keep that on the GPU for good.
+            import bitsandbytes
+
+            bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -231,16 +241,43 @@ def write(out: Path, line: dict) -> None:
     print(f"{line['name']}: {line.get('error') or line['measured']} ({line['seconds']} s)", flush=True)
 
 
-def to_json(lines: Path, kept: Path) -> None:
-    """Write the kept file: what was measured, on what, when."""
+def machine() -> dict:
+    """The GPUs, the day and the versions that a line is measured with."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    report = {"gpus": gpus, "date": time.strftime("%Y-%m-%d"), "versions": {}}
+    versions = {}
     for name in ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "flash-attn-4"):
         try:
-            report["versions"][name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    kept.write_text(json.dumps(report | {"settings": list(read(lines).values())}, indent=1) + "\n", encoding="utf-8")
+    return {"gpus": gpus, "date": time.strftime("%Y-%m-%d"), "versions": versions}
+
+
+def net(measured: dict, least: int) -> dict:
+    """`measured` less what earlier settings of the process still held (`held`); least: the smallest `before` of the run."""
+    held = measured["before"] - least
+    sizes = {name: measured[name] - held for name in ("load", "first_step", "step", "reserved")}
+    return {"before": least, "held": held, **sizes, "context": measured["context"]}
+
+
+def to_json(lines: Path, kept: Path) -> None:
+    """Write the kept file: the lines' machine, and every setting net of what earlier ones held. Exits on two machines."""
+    every = list(read(lines).values())
+    machines = {json.dumps(line.pop("machine")) for line in every if "machine" in line}
+    if len(machines) != 1:
+        sys.exit(
+            f"error: {lines} holds lines of {len(machines)} machines, versions or days; one was expected. "
+            "Measure into one file on one machine, and again from the start after an upgrade."
+        )
+    least = min(line["measured"]["before"] for line in every if "measured" in line)
+    for line in every:
+        if "measured" in line:
+            line["measured"] = net(line["measured"], least)
+    note = (
+        "Bytes. `held` is what earlier settings of the same process still held; it is subtracted from the other sizes."
+    )
+    report = {**json.loads(machines.pop()), "note": note, "settings": every}
+    kept.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:

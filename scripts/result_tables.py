@@ -1,11 +1,13 @@
-"""Writes the README's tables of GPU runs, receipts and host memory from the measured files in docs/.
+"""Writes the README's tables of GPU runs, receipts and memory from the files in docs/.
 
     python scripts/result_tables.py README.md      # replaces what stands between each pair of marks there
     python scripts/result_tables.py                # prints the tables
 
 The files are those that gpu_check.py, sroie.py and load_memory.py write: docs/gpu_check.json (a list of its reports),
-docs/sroie_gpu.json, docs/sroie_cpu.json and docs/load_memory.json. A mark is a line such as <!-- gpu table -->, its end
-<!-- end of gpu table -->. The table of strategies has its own program, strategy_table.py.
+docs/sroie_gpu.json, docs/sroie_cpu.json and docs/load_memory.json; and those of memory_chooser.py (predicted) and of
+measure_memory.py with memory.py (measured and predicted): docs/memory_chooser.json and docs/memory.json. A mark is a line
+such as <!-- gpu table -->, its end <!-- end of gpu table -->. The table of strategies has its own program,
+strategy_table.py.
 """
 
 import argparse
@@ -105,7 +107,28 @@ def memory_table() -> str:
     return "\n".join([*lines, "", f"A random gpt-oss of {size:.0f} MiB in bf16. {surroundings(report)}."])
 
 
-TABLES = {"gpu": gpu_table, "sroie": sroie_table, "memory": memory_table}
+def chooser_table() -> str:
+    """What fits where."""
+    import memory_chooser  # here, as memory below: they bring torch, which takes seconds
+
+    return memory_chooser.chooser_table(read("memory_chooser.json"))
+
+
+def predicted_table() -> str:
+    """Predicted against measured peaks of a training step."""
+    import memory
+
+    report = read("memory.json")
+    return f"{memory.memory_peak_table(report)} {surroundings(report)}."
+
+
+TABLES = {
+    "gpu": gpu_table,
+    "sroie": sroie_table,
+    "memory": memory_table,
+    "chooser": chooser_table,
+    "predicted": predicted_table,
+}
 
 
 def main() -> None:
