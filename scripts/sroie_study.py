@@ -45,9 +45,8 @@ ROOT = sroie_rows.ROOT
 RECIPE = ROOT / "recipes" / "qwen3-8b-invoice"
 from field_scores import score_replies  # noqa: E402 sroie_rows puts the recipe on the path
 from field_values import is_absent, same_value  # noqa: E402
-from value_flags import field_paths, flag_values  # noqa: E402
-
 from invoice import load_schema  # noqa: E402
+from value_flags import field_paths, flag_values  # noqa: E402
 
 SCHEMA = RECIPE / "schema_receipt.json"
 COLUMNS = ["--text_column", "text", "--target_column", "entities"]

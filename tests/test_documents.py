@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "qwen3-8b-invoice"
 sys.path.insert(0, str(RECIPE))
 
-from documents import read_cell, read_folder, read_text  # noqa: E402
 from sample_receipts import make_rows  # noqa: E402
 
+from documents import read_cell, read_folder, read_text  # noqa: E402
 from invoice import load_schema  # noqa: E402
 
 SAMPLE = load_schema(RECIPE / "schema_sample.json")

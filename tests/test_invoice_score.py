@@ -19,7 +19,6 @@ sys.path.insert(0, str(RECIPE))
 
 from field_scores import best_matching, count_document, field_names, key_errors, read_reply, score_replies  # noqa: E402
 from field_values import amount_readings, date_readings, same_value  # noqa: E402
-
 from invoice import canonical, load_schema, target_text  # noqa: E402
 
 INVOICE = load_schema(RECIPE / "schema.json")

@@ -16,9 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "qwen3-8b-invoice"
 sys.path.insert(0, str(RECIPE))
 
-from value_flags import flag_values, stands_in  # noqa: E402
-
 from invoice import load_schema  # noqa: E402
+from value_flags import flag_values, stands_in  # noqa: E402
 
 SAMPLE = load_schema(RECIPE / "schema_sample.json")
 RECEIPT = load_schema(RECIPE / "schema_receipt.json")

@@ -16,7 +16,6 @@ COMMITTED_WITH_FAKER = "40.63.0"
 sys.path.insert(0, str(RECIPE))
 
 from field_values import amount_readings, date_readings, same_reading  # noqa: E402
-
 from inputs import read_file  # noqa: E402
 from invoice import check_target, load_schema, prompt_messages, target_text  # noqa: E402
 
