@@ -367,12 +367,20 @@ def _unpacked(every: tuple[Parameter, ...]) -> int:
     return sum(stacks) or max((p.size for p in packs), default=0)
 
 
+def _kinds(peak: dict[str, int]) -> dict[str, int]:
+    """A traced peak by item. Totals grow evenly with layers and rows, their parts need not: the largest bears the rest."""
+    items = {NAMES[kind]: size for kind, size in peak.items() if kind in NAMES}
+    largest = max((name for name in items if name != "gradients"), key=items.get)
+    items[largest] += sum(size for size in items.values() if size < 0)
+    return {name: size for name, size in items.items() if size > 0}
+
+
 def _step(config, settings: Settings, trace: dict[str, dict[str, int]]) -> tuple[str, dict[str, int]]:
     """Where a step's peak lies, and its items there."""
     kept, found = sharded(config, settings), {}
     for phase, peak in trace.items():
         items = {"weights": kept["weights"], "optimizer": kept["optimizer"], "workspace": WORKSPACE}
-        items |= {NAMES[kind]: size for kind, size in peak.items() if kind in NAMES and size > 0}
+        items |= _kinds(peak)
         if settings.compute != "autocast" or settings.strategy.startswith(("zero", "fsdp")):
             items["gradients"] = (
                 kept["gradients"] if "first" in phase or "end" in phase or settings.accumulation > 1 else 0
@@ -472,14 +480,18 @@ def predict(config, settings: Settings, trace: dict | None = None) -> Prediction
 
 
 def _between(config, settings: Settings, micro_batch: int) -> dict[str, dict[str, int]]:
-    """Peaks at any micro batch, from traces at 2 and 4: they grow by the same bytes with each row."""
-    low, high = (peaks(config, dataclasses.replace(settings, micro_batch=rows)) for rows in (2, 4))
-    steps = (micro_batch - 2) / 2
+    """Peaks at any micro batch, from traces at the powers of two around it.
+
+    A phase's peak is the largest of several moments that each grow evenly with the rows, or with their square where packed
+    rows meet eager attention. So a line between two traces is never below it.
+    """
+    under = 1 << micro_batch.bit_length() - 1
+    around = (under,) if under == micro_batch else (under, 2 * under)
+    traces = [peaks(config, dataclasses.replace(settings, micro_batch=rows)) for rows in around]
+    low, high = traces[0], traces[-1]
+    share = micro_batch / under - 1
     return {
-        phase: {
-            kind: max(0, round(low[phase][kind] + steps * (high[phase][kind] - low[phase][kind])))
-            for kind in low[phase]
-        }
+        phase: {kind: round(low[phase][kind] + share * (high[phase][kind] - low[phase][kind])) for kind in low[phase]}
         for phase in low
         if phase in high
     }

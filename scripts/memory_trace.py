@@ -44,6 +44,7 @@ class PhaseTracker(MemTracker):
         super().__init__()
         self._ref_class = [*_MemRefType, "Casts", "Experts", "Head"]
         self.phase, self.peaks, self.casting = "forward", {}, False
+        self.tied = None  # shape of an embedding that is the head's weight, too
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.casting = False
@@ -51,6 +52,9 @@ class PhaseTracker(MemTracker):
             source, _ = self._WINFO.get(args[0].untyped_storage(), (None, None))
             self.casting = source is not None and source.reftype == _MemRefType.PARAM
         held = None
+        if func is torch.ops.aten.add.Tensor and self.tied == getattr(args[0], "shape", None) == args[1].shape:
+            # The two gradients of a tied embedding: autograd adds in place, but not into fake tensors (input_buffer.cpp).
+            func = torch.ops.aten.add_.Tensor
         if func is torch.ops.aten._softmax_backward_data.default:
             # CUDA's kernel multiplies grad and output into a tensor of its own first (SoftMax.cu); held until it is done.
             held = super().__torch_dispatch__(torch.ops.aten.mul.Tensor, types, args[:2])
@@ -252,6 +256,8 @@ def trace(config, settings, layers: int, compute: str) -> dict[str, dict[str, in
         if settings.accumulation > 1 and compute == "autocast":  # the peak comes after the first micro step
             for parameter in model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        if base.config.get_text_config().tie_word_embeddings:
+            tracker.tied = base.get_input_embeddings().weight.shape
         with tracker:
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=compute == "autocast" and settings.bf16):
                 loss = model(**inputs, use_cache=False, fused_lm_head=True).loss
