@@ -32,7 +32,14 @@ parse = argparse.ArgumentParser.parse_args
 def parse_and_leave(self, *given, **more):
     parse(self, *given, **more)
     raise SystemExit(0)
+known = argparse.ArgumentParser.parse_known_args
+def parse_known_and_leave(self, *given, **more):
+    found = known(self, *given, **more)
+    if sys._getframe(1).f_code is not parse.__code__:  # what it leaves over goes to the recipe's own parser
+        raise SystemExit(0)
+    return found
 argparse.ArgumentParser.parse_args = parse_and_leave
+argparse.ArgumentParser.parse_known_args = parse_known_and_leave
 sys.argv = sys.argv[1:]
 sys.path[0] = str(pathlib.Path(sys.argv[0]).parent)
 runpy.run_path(sys.argv[0], run_name="__main__")
