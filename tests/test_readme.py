@@ -1,11 +1,14 @@
 """Every command in a README is run or parsed, and what the README lists is what there is."""
 
+import argparse
 import ast
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -25,26 +28,27 @@ PROGRAMS = ("accelerate launch ", "python ", "python3 ", "bash ", "pip ")
 sys.path.insert(0, str(RECIPES[0]))
 import inputs  # noqa: E402
 
-# Runs a program up to the point where its arguments are parsed, and no further.
-PARSE_ONLY = """
-import argparse, pathlib, runpy, sys
-parse = argparse.ArgumentParser.parse_args
-def parse_and_leave(self, *given, **more):
-    parse(self, *given, **more)
-    raise SystemExit(0)
-known = argparse.ArgumentParser.parse_known_args
-def parse_known_and_leave(self, *given, **more):
-    found = known(self, *given, **more)
-    if sys._getframe(1).f_code is not parse.__code__:  # what it leaves over goes to the recipe's own parser
+
+def parse_only(words: list[str]) -> None:
+    """Run a program up to the point where its arguments are parsed, and no further; ends this process."""
+    parse, known = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args
+
+    def parse_and_leave(self, *given, **more):
+        parse(self, *given, **more)
         raise SystemExit(0)
-    return found
-argparse.ArgumentParser.parse_args = parse_and_leave
-argparse.ArgumentParser.parse_known_args = parse_known_and_leave
-sys.argv = sys.argv[1:]
-sys.path[0] = str(pathlib.Path(sys.argv[0]).parent)
-runpy.run_path(sys.argv[0], run_name="__main__")
-sys.exit("the program parsed no arguments")
-"""
+
+    def parse_known_and_leave(self, *given, **more):
+        found = known(self, *given, **more)
+        if sys._getframe(1).f_code is not parse.__code__:  # what it leaves over goes to the recipe's own parser
+            raise SystemExit(0)
+        return found
+
+    argparse.ArgumentParser.parse_args = parse_and_leave
+    argparse.ArgumentParser.parse_known_args = parse_known_and_leave
+    os.chdir(ROOT)
+    sys.argv, sys.path[:0] = words, [str(Path(words[0]).parent)]
+    runpy.run_path(words[0], run_name="__main__")
+    sys.exit("the program parsed no arguments")
 
 
 def blocks(text: str) -> list[list[str]]:
@@ -100,8 +104,11 @@ def check_launch(words: list[str], monkeypatch) -> None:
 def check_python(words: list[str]) -> None:
     """The program is there and takes these arguments."""
     assert (ROOT / words[0]).is_file(), words[0]
-    done = subprocess.run([sys.executable, "-c", PARSE_ONLY, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    # Forked: what programs import takes seconds, and is here already.
+    child = multiprocessing.get_context("fork").Process(target=parse_only, args=(words,))
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0
 
 
 def check_pip(words: list[str]) -> None:
