@@ -124,9 +124,9 @@ overlapped to all overlapped. `lower bound`: with the host's share.
 
 {chr(10).join(checks)}
 
-The host's share, ms for each layer of a micro-step: {host}. It is fitted to the first four lines, so their lower bound
-is what was measured; the last line tests it. Bandwidth that a GPU receives: {NVLINK / 1e9:.0f} GB/s within a node of
-{NODE}, {NETWORK / 1e9:.0f} GB/s between nodes.
+The host's share, ms for each layer of a micro-step: {host}. It is fitted to
+the first four lines, so their lower bound is what was measured; the last line tests it. Bandwidth that a GPU receives:
+{NVLINK / 1e9:.0f} GB/s within a node of {NODE}, {NETWORK / 1e9:.0f} GB/s between nodes.
 
 ## Efficiency, % of one GPU, lower to upper bound
 
