@@ -8,6 +8,7 @@ DeepSpeed's own zero_to_fp32 (0.19.8) reads them with weights_only=False; torch'
 
 import collections
 import contextlib
+import enum
 import itertools
 import json
 import math
@@ -75,6 +76,11 @@ class SafetensorsReader:
 # ---------------------------------------------------------------- FSDP
 
 
+def enum_member(kind, name: str):
+    """In place of getattr, which before Python 3.11.4 every pickled Enum member calls; reads no other attribute."""
+    return kind[name] if isinstance(kind, type) and issubclass(kind, enum.Enum) else name
+
+
 class MetadataUnpickler(pickle.Unpickler):
     """Unpickles torch.distributed.checkpoint's `.metadata` and refuses whatever does not belong there."""
 
@@ -90,6 +96,8 @@ class MetadataUnpickler(pickle.Unpickler):
     }  # fmt: skip
 
     def find_class(self, module: str, name: str):
+        if (module, name) == ("builtins", "getattr"):
+            return enum_member
         if module == "pathlib":
             return pathlib.PurePath  # only the folder that was written to: it need not be a path of this system
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
@@ -173,6 +181,7 @@ DEEPSPEED_OBJECTS = [
     (Ignored, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (Ignored, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (Ignored, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (enum_member, "builtins.getattr"),
 ]
 
 
