@@ -10,8 +10,11 @@ from trl.trainer.utils import compute_flops_per_token
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "recipes" / "llama-3.2-1b"))
 import flops  # noqa: E402
 import tiny_model  # noqa: E402
+
+import speed  # noqa: E402
 
 SIZES = {"llama": "1b", "qwen3": "8b", "gpt-oss-20b": "20b", "gpt-oss-120b": "120b"}
 
@@ -29,6 +32,16 @@ def real(name: str):
 def test_published_architectures(name, full, lora):
     assert round(flops.flops_per_token(real(name), 4096) / 1e9, 2) == full
     assert round(flops.flops_per_token(real(name), 4096, "lora") / 1e9, 2) == lora
+
+
+@pytest.mark.parametrize(
+    ("name", "trained"), [*((n, k) for n in SIZES for k in ("full", "lora")), ("gpt-oss-20b", "expert_lora")]
+)
+def test_a_run_logs_its_mfu_by_the_same_count(name, trained):
+    """recipes/*/speed.py holds the formula once more, because a recipe takes nothing from scripts/."""
+    config, lengths = real(name), [17, 600, 4096]
+    expected = flops.flops_per_token(config, lengths, trained)
+    assert speed.flops_per_token(config, lengths, trained) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 SECRET = r"hf_\w{8,}|(?<=://)[^@/\s\"]+(?=@)"  # tokens, and what stands before the @ of an address
+MARK = "complete.json"  # a checkpoint without it is not whole
 RUN: dict = {}  # what this process knows of its run: folder, lock, record, strategy
 
 
@@ -144,7 +145,7 @@ def disk_full(error: BaseException) -> str | None:
         return None
     if "No space left" not in str(error) and shutil.disk_usage(folder).free > 16 * 2**20:
         return None
-    cut_off = [path for path in folder.glob("checkpoint-*") if not (path / "complete.json").exists()]
+    cut_off = [path for path in folder.glob("checkpoint-*") if not (path / MARK).exists()]
     for path in cut_off:  # of no use to anybody, and the record below needs room
         shutil.rmtree(path, ignore_errors=True)
     whole = ", ".join(sorted(path.name for path in folder.glob("checkpoint-*"))) or "no checkpoint"

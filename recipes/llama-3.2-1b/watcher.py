@@ -22,9 +22,8 @@ from transformers import TrainerCallback
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from guard import strategy_problem
-from ranks import RUN, agree, environment, exchange, is_main, record, say
+from ranks import MARK, RUN, agree, environment, exchange, is_main, record, say
 
-MARK = "complete.json"  # a checkpoint without it is not whole
 GIB = 2**30
 
 
@@ -81,10 +80,16 @@ def lacks_state(checkpoint: Path) -> str | None:
     return " and ".join(missing) or None
 
 
+def number(checkpoint: str | Path) -> int:
+    """The step of a checkpoint-N folder; -1 for another name."""
+    step = Path(checkpoint).name.removeprefix("checkpoint-")
+    return int(step) if step.isdigit() else -1
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """checkpoint-N folders, newest first."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    return sorted(found, key=lambda path: -int(path.name.removeprefix("checkpoint-")))
+    found = [path for path in folder.glob("checkpoint-*") if number(path) >= 0]
+    return sorted(found, key=number, reverse=True)
 
 
 def disk_problem(trainer, keep: int | None) -> str | None:
@@ -165,7 +170,7 @@ class Watcher(TrainerCallback):
         agree("strategy", strategy_problem(self.trainer))
         if (
             dist.is_initialized()
-        ):  # gloo and DeepSpeed's groups were made without it: a hang would last half an hour or for ever
+        ):  # gloo and DeepSpeed make their groups without it: a hang would last half an hour, or on
             for group in list(dist.distributed_c10d._world.pg_map):
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.ddp_timeout), group)
         agree("disk", disk_problem(self.trainer, self.keep) if is_main() else None)

@@ -34,7 +34,7 @@ import speed
 from guard import memory_problem
 from inputs import PATH_KEYS
 from ranks import RUN, SECRET, agree, environment, exchange, is_main, record, say
-from watcher import MARK, Watcher, checkpoints, is_complete, is_damaged, lacks_state
+from watcher import MARK, Watcher, checkpoints, is_complete, is_damaged, lacks_state, number
 
 # Arguments that may differ between two starts of one run, because they do not decide its weights. What the batch
 # arguments and the number of processes decide together, the global batch, is compared by itself.
@@ -140,12 +140,6 @@ def code_problem(checkpoint: str) -> str | None:
         except Exception as error:  # pickle raises what it likes
             return f"{file} is damaged, or would run code ({error}). Take an older checkpoint, from a source you trust."
     return None
-
-
-def number(checkpoint: str | Path) -> int:
-    """The step of a checkpoint-N folder; -1 for another name."""
-    step = Path(checkpoint).name.rpartition("-")[2]
-    return int(step) if step.isdigit() else -1
 
 
 def forget_later(folder: Path, resume: str | None) -> None:
