@@ -363,7 +363,10 @@ def whole_checkpoints(run: Path) -> set[int]:
     """Steps of the checkpoints whose mark is there and whose files have the sizes it lists; read without the keeper."""
     found = set()
     for mark in run.glob("checkpoint-*/complete.json"):
-        listed = json.loads(mark.read_text(encoding="utf-8"))["files"].items()
+        try:
+            listed = json.loads(mark.read_text(encoding="utf-8"))["files"].items()
+        except (ValueError, KeyError, AttributeError, TypeError):  # damaged on purpose, so not whole
+            continue
         sizes = {name: told if isinstance(told, int) else told[0] for name, told in listed}  # or size and digest
         if all((file := mark.parent / name).is_file() and file.stat().st_size == size for name, size in sizes.items()):
             found.add(int(mark.parent.name.rpartition("-")[2]))
