@@ -32,6 +32,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 PATH_KEYS = ("output_dir", "chat_template_path", "schema_file", "dataset_name", "model_name_or_path")
 FIRST: int | None = None  # how many rows of each split are read; scripts that only look set it
 COUNTS: dict[str, dict] = {}  # what became of the rows, by split; scripts read it
+GIVEN: dict = {}  # the config file's name, and the words that stood after train.py; the run record keeps them
 RENAMED = {
     "warmup_ratio": "warmup_steps (a number below 1 is a share of all steps)",
     "torch_dtype": "dtype",
@@ -159,6 +160,7 @@ def strict_arguments(parser, script: str) -> None:
             raise ValueError(f"the words {' '.join(rest)} belong to no flag.")
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{source}: {' '.join(str(error).split())}") from None
+    GIVEN.update(config=path.name, words=words)
     sys.argv[1:] = config + words
 
 

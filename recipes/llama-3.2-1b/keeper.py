@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import speed
 from guard import memory_problem
-from inputs import PATH_KEYS
+from inputs import COUNTS, GIVEN, PATH_KEYS
 from ranks import RUN, SECRET, agree, environment, exchange, is_main, record, say
 from watcher import MARK, Watcher, checkpoints, is_complete, is_damaged, lacks_state, number
 
@@ -284,6 +284,7 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
         "started": [*earlier.get("started", []), time.time()],
         "data": earlier.get("data"),
         "hardware": hardware(),
+        **GIVEN,
     }
     record()
 
@@ -317,9 +318,18 @@ def watch(trainer) -> None:
     private = exchange(
         "private bytes", psutil.Process().memory_full_info().uss
     )  # host memory that each rank holds alone
-    record(data=data, tokens=tokens, labelled_tokens=labelled, host_private_bytes=private)
     trained = "full" if config is None else "expert_lora" if config.target_parameters else "lora"
     lengths = np.concatenate(lengths)
+    counts, edges = np.histogram(lengths, bins=min(24, int(np.ptp(lengths)) + 1))
+    dataset = {  # what scripts/report.py shows of the data; lengths in tokens
+        "rows": len(rows),
+        "documents": len(lengths),
+        "packed": packed,
+        "lengths": {"percentiles": np.percentile(lengths, [50, 90, 99, 100]).tolist()},
+        "counts": {name: COUNTS[name] for name in ("training", "evaluation") if name in COUNTS},
+    }
+    dataset["lengths"] |= {"histogram": counts.tolist(), "edges": edges.round(1).tolist()}
+    record(data=data, tokens=tokens, labelled_tokens=labelled, host_private_bytes=private, dataset=dataset)
     pace = speed.Pace(trainer.model.config, lengths, labelled / tokens, trained, trainer.args.device)
     trainer.add_callback(Watcher(trainer, pace))
 

@@ -192,7 +192,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="auto: bfloat16 on a GPU"
     )
-    parser.add_argument("--worst", type=int, default=5, help="how many of the worst documents to list (%(default)s)")
+    parser.add_argument(
+        "--worst", type=int, default=5, help="how many of the worst, and of the first documents to keep (%(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="write the report to this JSON file; default: RUN/scores.json")
     parser.add_argument("--predictions", type=Path, help="write every answer to this JSON lines file")
     return parser.parse_args(arguments)
@@ -278,6 +280,7 @@ def score_model(
         end = "" if way == "free" else f"_{way}"
         for row, reply, hit in zip(rows, replies, limit_hits, strict=True):
             row |= {f"prediction{end}": reply, f"limit_hit{end}": hit}
+    report["samples"] = rows[: arguments.worst]  # the first documents, the same ones of every model
     return report, rows
 
 
