@@ -20,7 +20,15 @@ import yaml
 
 SCRIPTS = Path(__file__).resolve().parent
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "zero3_offload")
-FAMILIES = {"gpt-oss": "gpt-oss", "gpt_oss": "gpt-oss", "llama": "llama", "qwen3": "qwen3"}  # part of a name -> family
+# Part of a model's name, or of its model_type -> family of tiny_model.py; the first that fits.
+FAMILIES = {
+    "gpt-oss": "gpt-oss",
+    "gpt_oss": "gpt-oss",
+    "llama": "llama",
+    "qwen3.8": "qwen3_5",
+    "qwen3_5": "qwen3_5",
+    "qwen3": "qwen3",
+}
 WORDS = ("receipt", "total", "answer", "paper", "house", "date", "long", "road", "short", "user", "model", "learns")
 
 

@@ -8,17 +8,18 @@
     python scripts/tiny_model.py qwen3 models/random-qwen3-8b --size 8b --dtype bfloat16
 
 The folder loads with `AutoModelForCausalLM` and `AutoTokenizer`. What a recipe or a test can stumble over is as
-published (Llama-3.2-1B-Instruct, Qwen3-8B, gpt-oss-20b): special tokens, stop and pad tokens, chat template, bos, tied
+published (Llama-3.2-1B-Instruct, Qwen3-8B, Qwen3.8-27B, gpt-oss-20b): special tokens, stop and pad tokens, chat template, bos, tied
 or untied head, attention layout, router loss weight, MXFP4 layout. Ids, sizes and weights are not: the weights are
 random, and the vocabulary is 256 bytes, some 150 merges and the special tokens. Unlike Qwen3's own tokenizer, which
 puts text into NFC, all three give back any text unchanged.
 
 `--size` writes random weights in the real dimensions, to measure loading, exporting and training without a download:
-gpt-oss 20b and 120b as MXFP4, shard by shard (14 and 65 GB), llama 1b and qwen3 8b whole. Their text is still read by
-the tiny tokenizer.
+gpt-oss 20b and 120b as MXFP4, shard by shard (14 and 65 GB), the others whole. Their text is still read by the tiny
+tokenizer.
 """
 
 import argparse
+import copy
 import importlib.util
 import math
 import sys
@@ -27,7 +28,13 @@ from pathlib import Path
 import torch
 from export import ExportError, write_shards
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 MERGES_TEXT = """A tiny model learns from a tiny text. The answer is a short sentence, and the question is shorter.
 {"company": "The Paper House", "date": "2018-03-30", "address": "12 Long Road", "total": "10.50"}
@@ -37,6 +44,10 @@ The user asks; the assistant answers; the system says how. What was trained is s
 QWEN_VISION = ("object_ref_start", "object_ref_end", "box_start", "box_end", "quad_start", "quad_end", "vision_start")
 QWEN_VISION += ("vision_end", "vision_pad", "image_pad", "video_pad")
 QWEN_CODE = ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")
+QWEN_SPECIAL = "<|endoftext|> <|im_start|> <|im_end|> " + " ".join(f"<|{name}|>" for name in QWEN_VISION)
+QWEN_PLAIN = "<tool_call> </tool_call> " + " ".join(f"<|{name}|>" for name in QWEN_CODE)
+QWEN_PLAIN += " <tool_response> </tool_response> <think> </think>"
+QWEN_STOP = {"bos": "<|endoftext|>", "eos": ["<|im_end|>", "<|endoftext|>"], "pad": "<|endoftext|>"}
 
 # What a family publishes, by token strings. `special` are skipped when decoding, `plain` are single ids that stay.
 FAMILIES = {
@@ -52,14 +63,21 @@ FAMILIES = {
     },
     "qwen3": {
         "template": "qwen3.jinja",
-        "special": "<|endoftext|> <|im_start|> <|im_end|> " + " ".join(f"<|{name}|>" for name in QWEN_VISION),
-        "plain": "<tool_call> </tool_call> "
-        + " ".join(f"<|{name}|>" for name in QWEN_CODE)
-        + " <tool_response> </tool_response> <think> </think>",
+        "special": QWEN_SPECIAL,
+        "plain": QWEN_PLAIN,
         "tokenizer": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "model_max_length": 131072},
         "config": {"bos": "<|endoftext|>", "eos": "<|im_end|>"},
-        "generation": {"bos": "<|endoftext|>", "eos": ["<|im_end|>", "<|endoftext|>"], "pad": "<|endoftext|>"},
+        "generation": QWEN_STOP,
         "sampling": {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    },
+    "qwen3_5": {  # the architecture of Qwen3.5, 3.6 and 3.8; the facts are those of Qwen3.8-27B
+        "template": "qwen3_8.jinja",
+        "special": f"{QWEN_SPECIAL} <|audio_start|> <|audio_end|> <|audio_pad|>",
+        "plain": f"{QWEN_PLAIN} <tts_pad> <tts_text_bos> <tts_text_eod> <tts_text_bos_single>",
+        "tokenizer": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "model_max_length": 262144},
+        "config": {"bos": "<|endoftext|>", "eos": "<|endoftext|>"},
+        "generation": QWEN_STOP,
+        "sampling": {"do_sample": True, "temperature": 1.0, "top_p": 0.95, "top_k": 20},
     },
     "gpt-oss": {
         "template": "gptoss.jinja",
@@ -89,6 +107,8 @@ MXFP4_SECTION = {
 LLAMA_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
 LLAMA_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 1000000.0}
+QWEN3_5_ROPE = {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
+QWEN3_5_ROPE |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
 _GPT_OSS = {
     "num_experts_per_tok": 4,
     "vocab_size": 201088,
@@ -127,6 +147,24 @@ REAL = {
         "tie_word_embeddings": False,
         "max_position_embeddings": 40960,
         "rope_parameters": QWEN_ROPE,
+    },
+    ("qwen3_5", "27b"): {
+        "text_config": {
+            "num_hidden_layers": 64,  # three of linear attention, then one of full attention
+            "vocab_size": 248320,
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 262144,
+            "rope_parameters": QWEN3_5_ROPE,
+            "dtype": "bfloat16",
+        },
+        "vision_config": {"out_hidden_size": 5120},
     },
 }
 
@@ -208,6 +246,16 @@ def build_config(family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 
     elif family == "qwen3":
         specific = {"intermediate_size": 2 * hidden, "tie_word_embeddings": False, "max_position_embeddings": 40960}
         specific |= {"head_dim": 16, "rope_parameters": QWEN_ROPE}
+    elif family == "qwen3_5":
+        specific = {"intermediate_size": 2 * hidden, "tie_word_embeddings": False, "max_position_embeddings": 262144}
+        specific |= {"head_dim": 16, "rope_parameters": QWEN3_5_ROPE | {"mrope_section": [1, 1, 0]}}
+        specific |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
+        specific |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        # Published are three layers of linear attention, then one of full attention: both kinds within two layers here.
+        specific["layer_types"] = (["linear_attention", "full_attention"] * layers)[:layers]
+        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": hidden}
+        vision["num_position_embeddings"] = 16
+        return AutoConfig.for_model(family, text_config=common | specific, vision_config=vision)
     else:
         specific = {"intermediate_size": hidden, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
         specific |= {"sliding_window": 8, "router_aux_loss_coef": 0.9}
@@ -217,12 +265,14 @@ def build_config(family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 
 def build_real_config(family: str, size: str, tokenizer: PreTrainedTokenizerFast, layers: int | None = None):
     """Return the config of a published model in its real dimensions, with `layers` layers if given.
 
-    Source: config.json of openai/gpt-oss-20b and -120b, meta-llama/Llama-3.2-1B-Instruct and Qwen/Qwen3-8B; what is not
-    named here is the family's default. Token ids are those of the tiny tokenizer.
+    Source: config.json of openai/gpt-oss-20b and -120b, meta-llama/Llama-3.2-1B-Instruct, Qwen/Qwen3-8B and
+    Qwen/Qwen3.8-27B; what is not named here is the family's default. Token ids are those of the tiny tokenizer.
     """
-    dimensions = dict(REAL[family, size], **token_ids(tokenizer, FAMILIES[family]["config"]))
+    dimensions = copy.deepcopy(REAL[family, size])
+    text = dimensions.get("text_config", dimensions)  # nested where the model reads images, too
+    text |= token_ids(tokenizer, FAMILIES[family]["config"])
     if layers:
-        dimensions["num_hidden_layers"] = layers
+        text["num_hidden_layers"] = layers
     return AutoConfig.for_model(family.replace("-", "_"), **dimensions)
 
 
@@ -275,7 +325,7 @@ def write_tiny_model(
 ) -> Path:
     """Write the folder described at the top of this file and return its path. Same arguments, same bytes.
 
-    family: "gpt-oss", "llama" or "qwen3". dtype: "float32" (default) or "bfloat16" (always with mxfp4). layers:
+    family: a key of FAMILIES. dtype: "float32" (default) or "bfloat16" (always with mxfp4). layers:
     default 2, or the published number with `size`. hidden: default 64. `options` go to export.write_shards. Raises
     ExportError for arguments that do not go together and for a DEST that is not empty.
     """
@@ -314,7 +364,10 @@ def write_tiny_model(
     else:
         torch.manual_seed(seed)
         with torch.device("cuda" if size != "tiny" and torch.cuda.is_available() else "cpu"):
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype or "float32"))
+            # What reads images, too, is written whole: its text alone is for the recipe to load.
+            kind = AutoModelForCausalLM if config is config.get_text_config() else AutoModelForImageTextToText
+            model = kind.from_config(config, dtype=getattr(torch, dtype or "float32"))
+        model.config.get_text_config().dtype = model.dtype
         model.generation_config = generation
         model.save_pretrained(dest)
     generation.save_pretrained(dest)
