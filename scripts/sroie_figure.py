@@ -28,11 +28,8 @@ def draw(study: dict, path: Path) -> None:
     above = [p["test"]["micro_f1_interval"][1] - p["test"]["micro_f1"] for p in points]
     figure, axes = pyplot.subplots(figsize=(6, 3.4), layout="constrained")
     axes.errorbar(sizes, scores, [below, above], fmt="o-", capsize=3, label="this recipe, plain setting")
-    final = study.get("final", {})
-    chosen = [final["average"]] if final.get("average") else final.get("seeds", [])
-    if chosen:
-        mean = sum(row["test"]["micro_f1"] for row in chosen) / len(chosen)
-        axes.plot(sizes[-1:], [mean], "D", label="this recipe, chosen on a split of train")
+    if "final" in study:
+        axes.plot(sizes[-1:], [result(study)], "D", label="this recipe, chosen on a split of train")
     for (name, score), style in zip(PUBLISHED.items(), ("--", "-."), strict=True):
         axes.axhline(score, linestyle=style, linewidth=1, color="grey", label=f"{name} ({score:.3f})")
     ceiling = study["label_ceiling"]["test"]["f1"]
@@ -45,6 +42,14 @@ def draw(study: dict, path: Path) -> None:
     axes.set(xlabel="training receipts", ylabel="field F1 on the test receipts, normalised")
     axes.legend(loc="lower right", fontsize=7)
     figure.savefig(path, metadata={"Date": None})
+
+
+def result(study: dict) -> float:
+    """F1 on the test receipts of the way that was chosen on the split of train."""
+    final, way = study["final"], study["chosen"]["way"]
+    if way in ("average", "vote"):
+        return final[way]["test"]["micro_f1"]
+    return sum(row["test"]["micro_f1"] for row in final["seeds"]) / len(final["seeds"])
 
 
 def cells(scores: dict) -> str:
@@ -71,7 +76,7 @@ def tables(study: dict) -> str:
     ]
     head = "company | date | address | total | field F1 | exact |"
     if "candidates" in study:
-        chosen = study["chosen"]
+        chosen = study.get("chosen")
         lines += ["", "## Candidates, on a split of train", ""]
         lines += [
             f"Trained on {rows['train'] - rows['validation']} training receipts, scored on the other "
@@ -86,21 +91,20 @@ def tables(study: dict) -> str:
                 f"| {row['candidate']} | {row['changes']} | {row['seed']} | {row['rows']} | {row['steps']} | "
                 f"{cells(row['validation'])} |"
             )
-        if "average" in chosen:
-            lines.append(
-                f"| {chosen['candidate']} | average of its seeds' weights | | | | {cells(chosen['average'])} |"
-            )
-        took = "The average of the weights is taken" if chosen.get("take_average") else "No average is taken"
-        lines += [
-            "",
-            f"Chosen: **{chosen['candidate']}** (mean over {chosen['seeds']} seeds {chosen['mean_of_seeds']:.3f}). {took}.",
-        ]
+        if chosen:
+            ways = ", ".join(f"{way} {score:.3f}" for way, score in chosen["ways"].items())
+            lines += [
+                "",
+                f"Chosen: **{chosen['candidate']}**. Three seeds of it on the same split: {ways}; so on the test receipts "
+                f"the result is the {chosen['way']}.",
+            ]
     if "final" in study:
         lines += ["", "## On the test receipts, each scored once", ""]
         lines += [f"Trained on all {rows['train']} training receipts.", ""]
         lines += [f"| run | receipts | {head}", f"|---|---|{'---|' * 6}"]
         found = [(f"seed {row['seed']}", row) for row in study["final"]["seeds"]]
-        found += [("average of the seeds", study["final"]["average"])] if study["final"].get("average") else []
+        found += [("average of the three", study["final"]["average"])] if study["final"].get("average") else []
+        found += [("vote of the three", study["final"]["vote"])]
         kinds = {
             "test": "",
             "without_near_duplicates": ", without near duplicates",
@@ -108,13 +112,15 @@ def tables(study: dict) -> str:
         }
         for name, row in found:
             for kind, suffix in kinds.items():
+                if kind not in row:
+                    continue
                 lines.append(f"| {name}{suffix} | {row[kind]['documents']} | {cells(row[kind])} |")
         lines += ["", "Flags of `predict.py` on the answers to the test receipts:", ""]
         lines += [
             "| run | values | wrong | flagged | flagged and wrong | of the flagged, wrong | of the wrong, flagged |"
         ]
         lines += ["|---|---|---|---|---|---|---|"]
-        for name, row in found:
+        for name, row in found[:-1]:
             flags = row["flags"]
             shares = [
                 f"{flags['flagged_and_wrong'] / flags[key]:.0%}" if flags[key] else "-" for key in ("flagged", "wrong")

@@ -1,16 +1,18 @@
 """What helps on real receipts, chosen without the test receipts: SmolLM2-135M-Instruct, recipes/qwen3-8b-invoice, SROIE.
 
     python scripts/sroie_study.py MODEL DATA WORK
-    python scripts/sroie_study.py MODEL DATA WORK --stages choose curve
-    python scripts/sroie_study.py MODEL DATA WORK --stages final adapters timing   # needs WORK/sroie_study.json
-    python scripts/sroie_study.py MODEL DATA WORK --rehearse                       # seconds a cell, on the CPU
+    python scripts/sroie_study.py MODEL DATA WORK --stages candidates curve
+    python scripts/sroie_study.py MODEL DATA WORK --stages final timing   # the candidates are in WORK/sroie_study.json
+    python scripts/sroie_study.py MODEL DATA WORK --rehearse              # seconds a cell, on the CPU
 
 MODEL and DATA are those of sroie.py. The stages:
 
-- choose: every candidate of CANDIDATES is trained on 500 training receipts and scored on the other 126; the best is
-  trained again with two more seeds, and the mean of the three weights (their average model) is scored there, too.
-- final: the chosen candidate on all training receipts with three seeds, and their average if it won; each is scored once
-  on the test receipts, with and without near duplicates, freely and held to the schema; and what predict.py flags.
+- candidates: every one of CANDIDATES is trained on 500 training receipts and scored on the other 126. Those that stand
+  in WORK/sroie_study.json are not measured again.
+- final: the best candidate with three seeds on the 500, and with three seeds on all training receipts. On the 126 it is
+  decided whether one model, the mean of the three weights (their average model), or the vote of the three is the
+  result. All are scored once on the test receipts, with and without near duplicates, freely and held to the schema;
+  and what predict.py flags.
 - curve: the plain setting on 50, 100, 200, 400 and all training receipts, nested, at least 120 steps each.
 - adapters: the plain setting as LoRA and as QLoRA; "all receipts" of the curve is the same with all weights.
 - timing: 40 steps of each of the three alone on the GPU, for the time of a step.
@@ -34,6 +36,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -43,7 +46,7 @@ from safetensors.torch import load_file, save_file
 
 ROOT = sroie_rows.ROOT
 RECIPE = ROOT / "recipes" / "qwen3-8b-invoice"
-from field_scores import score_replies  # noqa: E402 sroie_rows puts the recipe on the path
+from field_scores import read_reply, score_replies  # noqa: E402 sroie_rows puts the recipe on the path
 from field_values import is_absent, same_value  # noqa: E402
 from invoice import load_schema  # noqa: E402
 from value_flags import field_paths, flag_values  # noqa: E402
@@ -68,6 +71,8 @@ CANDIDATES = {
         {"epochs": 5, "learning_rate": 5e-4},
         {"copies": 2, "entities": True},
     ),
+    "long": ("clean, batch 8, more epochs", {"batch": 8, "epochs": 10}, {"clean": True}),
+    "long, neftune": ("long, and noise on the embeddings", {"batch": 8, "epochs": 10, "neftune": 5}, {"clean": True}),
     "swapped, clean": (
         "swapped and clean, more and faster steps",
         {"epochs": 5, "learning_rate": 5e-4},
@@ -202,6 +207,7 @@ class Study:
             "without_near_duplicates": kept(score_replies(golds, replies, self.schema, limit_hits=hits)),
             "constrained": kept(scored["report"]["constrained"]),
             "flags": flag_counts(answers, self.test_rows, self.schema),
+            "answers": answers,
         }
 
     def each(self, cells: dict) -> dict:
@@ -241,58 +247,77 @@ class Study:
         path = self.write_rows(f"{label}-{name}-{seed}", made)
         return {"rows": len(made)} | self.train(name, path, PLAIN | setting, seed, schema)
 
-    def choose(self) -> None:
-        def one(name: str, seed: int):
-            trained = self.candidate(name, self.fit_rows, "fit", seed)
-            scored = kept(self.score(Path(trained["folder"], "final"), self.validation)["report"])
-            result = {"candidate": name, "seed": seed, "changes": CANDIDATES[name][0], **trained, "validation": scored}
-            self.report.setdefault("candidates", []).append({k: v for k, v in result.items() if k != "metrics"})
-            return result
-
-        self.report["candidates"] = []
+    def candidates(self) -> dict:
+        """Cells: every candidate that the report does not have yet, on a split of train."""
+        reported = {row["candidate"] for row in self.report.setdefault("candidates", []) if row["seed"] == SEEDS[0]}
         names = ("plain", "order", "swapped, clean") if self.rehearse else CANDIDATES
-        found = self.each({f"{name}, seed 42": lambda name=name: one(name, 42) for name in names})
-        best = max(found.values(), key=lambda result: result["validation"]["micro_f1"])["candidate"]
-        print(f"best on validation: {best}", flush=True)
-        more = self.each({f"{best}, seed {seed}": lambda seed=seed: one(best, seed) for seed in SEEDS[1:]})
-        same = [found[f"{best}, seed 42"], *more.values()]
-        mean = sum(result["validation"]["micro_f1"] for result in same) / len(same)
-        chosen = {"candidate": best, "mean_of_seeds": mean, "seeds": len(same)}
-        self.report["chosen"] = chosen
+        return {f"{name}, seed {SEEDS[0]}": partial(self.fit, name, SEEDS[0]) for name in names if name not in reported}
 
-        def averaged() -> dict:
-            folder = average([Path(result["folder"], "final") for result in same], self.work / "average-fit")
-            return {"validation": kept(self.score(folder, self.validation)["report"])}
-
-        result = self.each({"average of the seeds": averaged}).get("average of the seeds")
-        if result:
-            chosen["average"] = result["validation"]
-        chosen["take_average"] = bool(result and result["validation"]["micro_f1"] > mean)
-        for result in [*found.values(), *more.values()]:
-            shutil.rmtree(result["folder"], ignore_errors=True)
-        self.save()
+    def fit(self, name: str, seed: int) -> dict:
+        """Train one candidate on the fit rows and score it on the validation rows."""
+        trained = self.candidate(name, self.fit_rows, "fit", seed)
+        scored = self.score(Path(trained["folder"], "final"), self.validation)
+        result = {"candidate": name, "seed": seed, "changes": CANDIDATES[name][0], **trained}
+        result["validation"] = kept(scored["report"])
+        others = [row for row in self.report["candidates"] if (row["candidate"], row["seed"]) != (name, seed)]
+        self.report["candidates"] = [*others, {k: v for k, v in result.items() if k not in ("metrics", "folder")}]
+        return result | {"answers": scored["answers"]}
 
     def final(self) -> None:
-        chosen = self.report["chosen"]
-        self.report["final"] = final = {"candidate": chosen["candidate"], "seeds": []}
+        measured = [row for row in self.report["candidates"] if row["seed"] == SEEDS[0]]
+        best = max(measured, key=lambda row: row["validation"]["micro_f1"])["candidate"]
+        print(f"best on validation: {best}", flush=True)
 
-        def one(seed: int) -> dict:
-            trained = self.candidate(chosen["candidate"], self.train_rows, "all", seed)
-            result = {"seed": seed, **trained} | self.test_scores(Path(trained["folder"], "final"))
-            final["seeds"].append({k: v for k, v in result.items() if k != "metrics"})
-            return result
+        def on_all(seed: int) -> dict:
+            trained = self.candidate(best, self.train_rows, "all", seed)
+            return {"seed": seed, **trained} | self.test_scores(Path(trained["folder"], "final"))
 
-        found = self.each({f"final, seed {seed}": lambda seed=seed: one(seed) for seed in SEEDS})
-        if chosen["take_average"] and len(found) > 1:
+        cells = {f"{best}, seed {seed}": partial(self.fit, best, seed) for seed in SEEDS}
+        cells |= {f"final, seed {seed}": partial(on_all, seed) for seed in SEEDS}
+        found = self.each(cells)
+        same = [result for name, result in found.items() if not name.startswith("final")]
+        last = [result for name, result in found.items() if name.startswith("final")]
+        mean = sum(result["validation"]["micro_f1"] for result in same) / len(same)
+        folders, final_folders = ([Path(row["folder"], "final") for row in rows] for rows in (same, last))
 
-            def averaged() -> dict:
-                folders = [Path(result["folder"], "final") for result in found.values()]
-                return self.test_scores(average(folders, self.work / "average-all"))
+        def averaged() -> dict:
+            scored = self.score(average(folders, self.work / "average-fit"), self.validation)
+            return {"validation": kept(scored["report"])}
 
-            final["average"] = self.each({"final, average": averaged}).get("final, average")
+        def final_averaged() -> dict:
+            return self.test_scores(average(final_folders, self.work / "average-all"))
+
+        voted = self.voted_scores([row["answers"] for row in same])
+        found |= self.each({"average of the seeds": averaged, "final, average": final_averaged})
+        ways = {"mean of the seeds": mean, "vote": voted["scores"]["micro_f1"]}
+        if "average of the seeds" in found:
+            ways["average"] = found["average of the seeds"]["validation"]["micro_f1"]
+        self.report["chosen"] = {"candidate": best, "ways": ways, "way": max(ways, key=ways.get)}
+        final_vote = self.voted_scores([row["answers"] for row in last])
+        self.report["final"] = {
+            "candidate": best,
+            "seeds": [{k: v for k, v in row.items() if k not in ("metrics", "answers", "folder")} for row in last],
+            "average": {k: v for k, v in found.get("final, average", {}).items() if k != "answers"} or None,
+            "vote": {"test": final_vote["scores"], "without_near_duplicates": final_vote["apart"]},
+        }
         self.save()
 
-    def curve(self) -> None:
+    def voted_scores(self, runs: list[list[dict]]) -> dict:
+        """Scores of the value that most runs give for a field, the first run's where all differ."""
+        by_document = [{answer["document"]: answer for answer in answers} for answers in runs]
+        replies, golds = {}, {}
+        for document, answer in by_document[0].items():
+            values = [read_reply(run[document]["prediction"]).value for run in by_document if document in run]
+            replies[document] = json.dumps(voted([value for value in values if value is not None], self.schema))
+            golds[document] = answer["gold"]
+        apart = [name for name in golds if name not in self.near]
+        return {
+            "scores": kept(score_replies(list(golds.values()), list(replies.values()), self.schema)),
+            "apart": kept(score_replies([golds[n] for n in apart], [replies[n] for n in apart], self.schema)),
+        }
+
+    def curve(self) -> dict:
+        """Cells: the plain setting on more and more training receipts."""
         self.report["curve"] = points = []
         drawn = random.Random(1).sample(self.train_rows, len(self.train_rows))  # nested: the 50 are among the 100
         sizes = (4, 8, len(drawn)) if self.rehearse else (*SIZES, len(drawn))
@@ -302,31 +327,29 @@ class Study:
             trained = self.train("curve", self.write_rows(f"first-{size}", drawn[:size]), setting)
             result = {"receipts": size, "epochs": setting["epochs"], **trained}
             result |= {"test": kept(self.score(Path(trained["folder"], "final"), self.test)["report"])}
-            points.append({k: v for k, v in result.items() if k != "metrics"})
+            points.append({k: v for k, v in result.items() if k not in ("metrics", "folder")})
+            points.sort(key=lambda point: point["receipts"])
             return result
 
-        self.each({f"{size} receipts": lambda size=size: one(size) for size in sizes})
-        points.sort(key=lambda point: point["receipts"])
-        self.save()
+        return {f"{size} receipts": partial(one, size) for size in reversed(sizes)}
 
-    def adapters(self) -> None:
+    def adapters(self) -> dict:
+        """Cells: the plain setting as LoRA and as QLoRA."""
         self.report["adapters"] = results = {}
         path = self.write_rows("all-plain", self.train_rows)
 
         def one(name: str) -> dict:
             trained = self.train(name, path, PLAIN, extra=["--config", name, *LORA])
             trained |= {"test": kept(self.score(Path(trained["folder"], "final"), self.test)["report"])}
-            results[name] = {k: v for k, v in trained.items() if k != "metrics"}
+            results[name] = {k: v for k, v in trained.items() if k not in ("metrics", "folder")}
             return trained
 
-        self.each({name: lambda name=name: one(name) for name in ("lora", "qlora")})
+        return {name: partial(one, name) for name in ("lora", "qlora")}
 
     def timing(self) -> None:
         self.report["timing"] = results = {}
-        path, kept_workers = self.write_rows("all-timing", self.train_rows), self.workers
-        self.workers = 1
-
-        def one(name: str) -> dict:
+        path = self.write_rows("all-timing", self.train_rows)
+        for name in ("full", "lora", "qlora"):  # one after the other, alone on the GPU
             config = [] if name == "full" else ["--config", name]
             extra = [*(config or ["--seed", "42"]), "--max_steps", "40", "--logging_steps", "1"]
             trained = self.train(f"timing-{name}", path, PLAIN, extra=extra)
@@ -334,10 +357,20 @@ class Study:
             gaps = sorted(after - before for before, after in itertools.pairwise(times[-31:]))
             results[name] = {"step_seconds": round(gaps[len(gaps) // 2], 4) if gaps else None}
             results[name] |= {"peak_memory_gib": trained["peak_memory_gib"], "seconds": trained["seconds"]}
-            return results[name]
+            self.save()
 
-        self.each({name: lambda name=name: one(name) for name in ("full", "lora", "qlora")})
-        self.workers = kept_workers
+
+def voted(values: list[dict], schema: dict) -> dict:
+    """For each field of the schema the value that most answers give, the first answer's where all differ."""
+    answer = {}
+    for name, field in schema["properties"].items():
+        given = [value[name] for value in values if not is_absent(value.get(name))]
+        votes = [sum(same_value(one, other, field)[1] for other in given) for one in given]
+        if given and 2 * len(given) > len(values):
+            answer[name] = given[votes.index(max(votes))]
+        else:
+            answer[name] = None
+    return answer
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -395,7 +428,8 @@ def flag_counts(answers: list[dict], rows: list[dict], schema: dict) -> dict:
     return counts
 
 
-STAGES = ("choose", "curve", "final", "adapters", "timing")
+POOLED = ("candidates", "curve", "adapters")  # cells that wait for nothing, so they share the GPU
+STAGES = (*POOLED, "final", "timing")
 
 
 def main() -> int:
@@ -406,20 +440,25 @@ def main() -> int:
     parser.add_argument("data", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
-    parser.add_argument("--workers", type=int, default=6, help="cells side by side on a GPU (%(default)s)")
+    parser.add_argument("--workers", type=int, default=7, help="cells side by side on a GPU (%(default)s)")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no cell after this time")
     parser.add_argument("--rehearse", action="store_true", help="two steps a cell and few receipts, on the CPU")
     arguments = parser.parse_args()
     study = Study(arguments)
-    if "final" in arguments.stages and "choose" not in arguments.stages and "chosen" not in study.report:
-        print(f"sroie_study.py: {study.file} names no chosen candidate. Run the stage `choose` first.", file=sys.stderr)
-        return 1
-    for stage in (stage for stage in STAGES if stage in arguments.stages):
-        print(f"-- {stage}", flush=True)
-        started = time.monotonic()
-        getattr(study, stage)()
-        study.report.setdefault("stage_seconds", {})[stage] = round(time.monotonic() - started)
-        study.save()
+    study.report["not_run"] = []
+    cells = {}
+    for stage in POOLED:
+        cells |= getattr(study, stage)() if stage in arguments.stages else {}
+    study.each(cells)
+    if "final" in arguments.stages:
+        if not study.report.get("candidates"):
+            print(
+                f"sroie_study.py: {study.file} holds no candidate. Run the stage `candidates` first.", file=sys.stderr
+            )
+            return 1
+        study.final()
+    if "timing" in arguments.stages:
+        study.timing()
     return 0
 
 
