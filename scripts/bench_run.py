@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+PROFILED = 3  # steps
 STARTED = float(os.environ.get("BENCH_STARTED", time.time()))  # when benchmark.py started this arm
 
 
@@ -58,23 +59,55 @@ def versions() -> dict[str, str]:
     return found
 
 
+def profile_summary(profiler, path: Path, cuda: bool) -> dict:
+    """Per step: kernels, host syncs and the GPU's busy time, with the kernels that take most; tables go to `path`.
+
+    A host sync is a read of a value from the device (`item`), or the runtime's own wait. Times in milliseconds.
+    """
+    averages = profiler.key_averages()
+    orders = {"GPU": "self_cuda_time_total", "host": "self_cpu_time_total"} if cuda else {"host": "self_cpu_time_total"}
+    path.write_text("\n".join(averages.table(sort_by=order, row_limit=45) for order in orders.values()))
+    kernels = [e for e in averages if str(e.device_type).endswith("CUDA")]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    calls = {event.key: event for event in averages if not str(event.device_type).endswith("CUDA")}
+    syncs = ("aten::_local_scalar_dense", "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+    launches = [event.count for name, event in calls.items() if "LaunchKernel" in name]
+    return {
+        "steps": PROFILED,
+        "gpu_busy_ms": round(sum(e.self_device_time_total for e in kernels) / 1000 / PROFILED, 2),
+        "kernels": sum(launches) / PROFILED,
+        "host_syncs": {
+            name: [calls[name].count / PROFILED, round(calls[name].self_cpu_time_total / 1000 / PROFILED, 2)]
+            for name in syncs
+            if name in calls
+        },
+        "top_kernels_ms": [
+            [event.key[:90], round(event.self_device_time_total / 1000 / PROFILED, 2), event.count / PROFILED]
+            for event in kernels[:25]
+        ],
+    }
+
+
 def make_clock(options: dict, trainer):
     """A TrainerCallback that times the steps of `trainer` and ends the process after them.
 
     CUDA events at the end of each step, read once after the last one, so nothing waits for the GPU but what the
     trainer itself does. Tokens are counted on the device, from each batch: `tokens` are those that are no padding,
-    `trained` those with a label, without each document's first. The step time includes the data loader.
+    `trained` those with a label, without each document's first. The step time includes the data loader. A profile is
+    of PROFILED steps after the timed ones.
     """
     import torch
     from transformers import TrainerCallback
 
     cuda = torch.cuda.is_available() and not trainer.args.use_cpu
     pad, counted, losses, ends = trainer.processing_class.pad_token_id, [], {}, []
+    positions = []  # of each step, padding included
     training_step = trainer.training_step
 
     def count_and_step(model, inputs, *args, **kwargs):
         labels = inputs["labels"][..., 1:]
         counted[-1].append(torch.stack([(inputs["input_ids"] != pad).sum(), (labels != -100).sum()]))
+        positions[-1] += inputs["input_ids"].numel()
         return training_step(model, inputs, *args, **kwargs)
 
     trainer.training_step = count_and_step
@@ -87,13 +120,14 @@ def make_clock(options: dict, trainer):
         return event
 
     class Clock(TrainerCallback):
-        profiler = None
+        profiler = result = None
 
         def on_train_begin(self, args, state, control, **_):
             MARKS.set("training")
 
         def on_step_begin(self, args, state, control, **_):
             counted.append([])
+            positions.append(0)
             if not ends:
                 ends.append(now())
 
@@ -107,25 +141,25 @@ def make_clock(options: dict, trainer):
                 self.begin = time.monotonic()
             if cuda and done == 2:
                 torch.cuda.reset_peak_memory_stats()
-            if options.get("profile") and done == options["warmup"]:
-                self.profiler = torch.profiler.profile()
-                self.profiler.start()
-            if self.profiler and done == options["warmup"] + 3:
-                self.profiler.stop()
-                table = self.profiler.key_averages().table(
-                    sort_by="self_cuda_time_total" if cuda else "self_cpu_time_total", row_limit=60
-                )
-                Path(options["profile"]).write_text(table)
-                self.profiler = None
             late = time.monotonic() - self.begin > options["seconds"]
-            if done >= options["warmup"] + options["steps"] or (late and done > options["warmup"]):
-                self.finish(state)
+            if self.profiler:
+                if done == self.last:
+                    self.profiler.stop()
+                    self.result["profile"] = profile_summary(self.profiler, Path(options["profile"]), cuda)
+                    self.finish()
+            elif done >= options["warmup"] + options["steps"] or (late and done > options["warmup"]):
+                self.result = self.measured()
+                if not options.get("profile"):
+                    self.finish()
+                self.write()  # the figures are kept, whatever the profiler does
+                self.last, self.profiler = done + PROFILED, torch.profiler.profile()
+                self.profiler.start()
 
         def on_log(self, args, state, control, logs=None, **_):
             if "loss" in (logs or {}):
                 losses[state.global_step] = logs["loss"]
 
-        def finish(self, state):
+        def measured(self) -> dict:
             if cuda:
                 torch.cuda.synchronize()
                 seconds = [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(ends)]
@@ -143,6 +177,10 @@ def make_clock(options: dict, trainer):
                 "steps": len(spent),
                 "step_seconds": statistics.median(spent),
                 "tokens_per_step": sum(n for n, _ in seen) / len(seen),
+                "padding_share": 1 - sum(n for n, _ in seen) / sum(positions[timed]),
+                "timed_steps": [
+                    [places, n, round(s, 4)] for places, (n, _), s in zip(positions[timed], seen, spent, strict=True)
+                ],
                 "tokens_per_second": 1 / middle,
                 "tokens_per_second_p10_p90": [quantiles[0], quantiles[8]],
                 "trained_tokens_per_second": share / middle,
@@ -166,7 +204,13 @@ def make_clock(options: dict, trainer):
                 import torch._dynamo.utils as dynamo
 
                 result["graphs"] = dict(dynamo.counters["stats"])  # recompiles would show here
-            Path(options["result"]).write_text(json.dumps(result))
+            return result
+
+        def write(self):
+            Path(options["result"]).write_text(json.dumps(self.result))
+
+        def finish(self):
+            self.write()
             sys.stdout.flush()
             os._exit(0)  # nothing is saved: a benchmark's weights are of no use
 
@@ -233,13 +277,26 @@ def wait_for_device(options: dict) -> None:
     MARKS.waited = time.time() - begin
 
 
+def import_all() -> None:
+    """What the arm needs anyway, before the device: this may run while the arm before it still trains."""
+    import peft  # noqa: F401
+    from transformers import AutoModelForCausalLM  # noqa: F401
+    from trl import SFTTrainer  # noqa: F401 TRL's names are imported on use
+
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        import deepspeed  # noqa: F401
+    if "flash_attention_4" in sys.argv:
+        import flash_attn.cute  # noqa: F401
+    if "--use_liger_kernel" in sys.argv:
+        import liger_kernel.transformers  # noqa: F401
+
+
 def main() -> None:
     options = json.loads(os.environ["BENCH_OPTIONS"])
     script = Path(sys.argv[1]).resolve()
     sys.argv = sys.argv[1:]
     sys.path[0] = str(script.parent)
-    import trl  # noqa: F401 most of the import time, before the gate
-
+    import_all()
     MARKS.set("imported")
     wait_for_device(options)
     exchange_weights(options)

@@ -2,6 +2,7 @@
 
     python scripts/benchmark.py run WORK --target llama --arms seed trl full --seconds 40 --budget 500
     python scripts/benchmark.py run WORK --target qwen-lora --arms add drop        # every lever, on and off
+    python scripts/benchmark.py run WORK --target llama qwen-lora --arms trl full --repeat 2 --overlap 2 --skip-kept
     python scripts/benchmark.py run WORK --target gpt-oss-120b --arms full --depth 4 8 12
     python scripts/benchmark.py run WORK --target llama --arms full --rows dense:1024 dense:16384 --repeat 2
     python scripts/benchmark.py run WORK --target llama --arms seed full --rehearse # tiny model, CPU
@@ -18,11 +19,14 @@ what WORK/benchmark.jsonl holds is not run again.
 """
 
 import argparse
+import collections
 import contextlib
 import json
 import math
 import os
+import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -43,6 +47,8 @@ COMPILE = {
     "env": {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true", "ACCELERATE_DYNAMO_USE_DYNAMIC": "true"},
 }
 NO_CHECKPOINTING = {"activation_checkpointing": False}
+# On Hopper torch's SDPA takes cuDNN first, which builds a plan for every new (batch, padded length).
+CUDNN_LAST = {"env": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}}
 
 
 @dataclass
@@ -243,6 +249,8 @@ def arms(target: Target) -> dict[str, dict]:
             others |= {} if other == name else change
         made[f"drop: {name}"] = others
     made |= {f"full, {name}": settings | change for name, change in target.extra.items()}
+    if target.base["attn_implementation"] == "sdpa":
+        made["seed with cuDNN attention last"] = target.base | CUDNN_LAST
     if target.trl is not None:
         made["trl"] = target.trl
     if target.unsloth is not None:
@@ -268,10 +276,16 @@ def chosen_arms(target: Target, wanted: list[str]) -> list[str]:
     for word in wanted:
         fits = [n for n in arms(target) if n == word or n.startswith((f"{word}:", f"{word},"))]
         fits += [n for n in arms(target) if word == "extra" and n.startswith("full, ")]
-        if not fits:
-            sys.exit(f"error: --arms {word}: there is no such arm. There are: {'; '.join(arms(target))}.")
         names += [n for n in fits if n not in names and (word != "full" or n == "full")]
     return names
+
+
+def check_arms(targets: list[str], wanted: list[str]) -> None:
+    """Ends the program where a wanted arm is one of no target."""
+    for word in wanted:
+        if not any(chosen_arms(TARGETS[name], [word]) for name in targets):
+            there = "; ".join(dict.fromkeys(arm for name in targets for arm in arms(TARGETS[name])))
+            sys.exit(f"error: --arms {word}: there is no such arm. There are: {there}.")
 
 
 # -------------------------------------------------------------------------------------------------------------- rows
@@ -369,6 +383,15 @@ def command_line(target: Target, arm: str, settings: dict, model: Path, rows: Pa
     return [str(word) for word in command]
 
 
+def device_environment(options) -> dict[str, str]:
+    """No GPU where it is only rehearsed; FlashAttention's compiled kernels are kept where start-up is not measured."""
+    kept = {
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(options.work / "flash-attention"),
+    }
+    return ({"CUDA_VISIBLE_DEVICES": ""} if options.rehearse else {}) | (kept if options.overlap else {})
+
+
 class Arm:
     """One arm's process. It imports at once and takes the device when `go` is called."""
 
@@ -397,11 +420,12 @@ class Arm:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-            **({"CUDA_VISIBLE_DEVICES": ""} if options.rehearse else {}),
+            **device_environment(options),
             **settings.get("env", {}),
         }
         if name == "unsloth":
             environment["PYTHONPATH"] = str(options.unsloth_site or "")
+            environment["UNSLOTH_COMPILE_LOCATION"] = str(work / "unsloth")  # else in the working directory
         run = work / "runs" / f"{number:03}"
         shutil.rmtree(run, ignore_errors=True)  # of an arm that was stopped in an earlier call
         command = command_line(target, name, settings, model, rows, run, options)
@@ -421,9 +445,11 @@ class Arm:
         if self.result.is_file():
             return json.loads(self.result.read_text())
         text = self.log.read_text(errors="replace")
-        told = text.find("\nerror:")  # the recipe's own paragraph; else the last exception
-        place = told if told >= 0 else max(text.rfind("Error") - 800, 0)
-        return {"error": problem, "output": text[place : place + 2000]}
+        told = text.find(
+            "\nerror:"
+        )  # the recipe's own paragraph; else the end of what came before the launcher's words
+        rank = re.split(r"torch[./]distributed[./]elastic", text)[0]
+        return {"error": problem, "output": text[told:][:2000] if told >= 0 else rank[-2000:]}
 
     def stop(self) -> None:
         """End the launcher and its rank, which torchrun gives a session of its own: it would keep its GPU memory."""
@@ -443,77 +469,109 @@ def figures(result: dict, config, lengths: np.ndarray, trained: str) -> dict:
     return {"flops_per_token": count, "mfu": rate / flops.PEAK, "share_of_ceiling": rate / flops.CEILING}
 
 
-def run(options) -> int:
-    """Measure the wanted arms, A B A B where they are repeated; each result becomes a line of WORK/benchmark.jsonl."""
+def planned(options, done: list[dict]) -> list[dict]:
+    """Keys of what is to be measured, in order: every arm of every target once, then the next repeat."""
+    plan = []
+    for repeat in range(options.repeat):
+        for name in options.target:
+            for rows in options.rows:
+                for depth in options.depth or [None]:
+                    for arm in chosen_arms(TARGETS[name], options.arms):
+                        key = {"target": name, "arm": arm, "rows": rows, "depth": depth, "repeat": repeat}
+                        key |= {"weights": options.weights, "rehearse": options.rehearse}
+                        plan += [] if key in done else [key]
+    return plan
+
+
+def pass_gate(options, plan: list[dict]) -> None:
+    """Run the correctness gate of each model that it has not passed yet; ends the program where one fails."""
+    models = dict.fromkeys(TARGETS[key["target"]].model for key in plan)
+    names = [f"{family}:{'tiny' if options.rehearse else size}" for family, size in models]
+    if options.skip_kept and KEPT.is_file():
+        passed = [line["model"] for line in read_kept()["gate"] if line["passed"]]
+        names = [name for name in names if f"{name.replace(':', ' ')}, 2 layers" not in passed]
+    if not names:
+        return
+    command = [sys.executable, str(SCRIPTS / "bench_gate.py"), *names, "--out", str(options.work / "gate.jsonl")]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | device_environment(options)
+    if subprocess.run(command, cwd=ROOT, env=environment).returncode:
+        sys.exit("error: the correctness gate did not pass, so no speed is measured. Its output stands above.")
+
+
+def start(options, key: dict, number: int) -> tuple[Arm, object, np.ndarray]:
+    """The process of one arm, its model's config, and the document lengths that it trains on."""
     from transformers import AutoConfig
 
-    begin, target = time.monotonic(), TARGETS[options.target]
+    target = TARGETS[key["target"]]
+    settings, limit = settings_of(target, key["arm"], key["rows"]), 256 if options.rehearse else 4096
+    # Unsloth looks at the files before it loads them.
+    weights = "file" if key["arm"] == "unsloth" else options.weights
+    model = model_folder(target, options.work, key["depth"], options.rehearse, weights)
+    config = AutoConfig.from_pretrained(model)
+    length = int(settings.get("max_length") or settings.get("length") or (1024 if key["arm"] == "trl" else 4096))
+    batch = settings.get("per_device_train_batch_size", settings.get("batch", 8))
+    batch *= settings.get("gradient_accumulation_steps", settings.get("accumulation", 1))
+    # Enough for every timed step, counted as if all rows were full; the loader starts over where they end.
+    tokens = min(length * batch * (options.warmup + options.steps), 8_000_000)
+    rows = document_lengths(key["rows"], 4000 if options.rehearse else tokens, limit)
+    file = write_rows(options.work / "rows" / f"{number:03}" / "train.parquet", rows, config.vocab_size)
+    arm = Arm(key["arm"], number, target, key, model, file, options)
+    return arm, config, np.minimum(rows, length)
+
+
+def run(options) -> int:
+    """Measure the wanted arms, A B A B where they are repeated; each result becomes a line of WORK/benchmark.jsonl."""
+    begin = time.monotonic()
+    check_arms(options.target, options.arms)
     options.work.mkdir(parents=True, exist_ok=True)
     out = options.work / "benchmark.jsonl"
     lines = [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
     done = [line["key"] for line in lines if "error" not in line]
-    plan = []
-    for repeat in range(options.repeat):
-        for rows in options.rows:
-            for depth in options.depth or [None]:
-                for name in chosen_arms(target, options.arms):
-                    key = {"target": options.target, "arm": name, "rows": rows, "depth": depth, "repeat": repeat}
-                    key |= {"weights": options.weights, "rehearse": options.rehearse}
-                    plan += [] if key in done else [key]
-    if not options.no_gate and plan:
-        family, size = target.model
-        model = f"{family}:{'tiny' if options.rehearse else size}"
-        gate = subprocess.run(
-            [sys.executable, str(SCRIPTS / "bench_gate.py"), model, "--out", str(options.work / "gate.jsonl")],
-            cwd=ROOT,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if options.rehearse else {}),
-        )
-        if gate.returncode:
-            sys.exit("error: the correctness gate did not pass, so no speed is measured. Its output stands above.")
+    if options.skip_kept and KEPT.is_file():
+        done += [line["key"] for line in read_kept()["results"] if line.get("steps", 0) >= options.steps]
+    plan = planned(options, done)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`: no process is left behind
 
-    def start(number: int) -> tuple[Arm, object, np.ndarray]:
-        key = plan[number]
-        settings, limit = settings_of(target, key["arm"], key["rows"]), 256 if options.rehearse else 4096
-        # Unsloth looks at the files before it loads them.
-        weights = "file" if key["arm"] == "unsloth" else options.weights
-        model = model_folder(target, options.work, key["depth"], options.rehearse, weights)
-        config = AutoConfig.from_pretrained(model)
-        length = int(settings.get("max_length") or settings.get("length") or (1024 if key["arm"] == "trl" else 4096))
-        batch = settings.get("per_device_train_batch_size", settings.get("batch", 8))
-        batch *= settings.get("gradient_accumulation_steps", settings.get("accumulation", 1))
-        # Enough for every timed step, counted as if all rows were full; the loader starts over where they end.
-        tokens = min(length * batch * (options.warmup + options.steps), 8_000_000)
-        rows = document_lengths(key["rows"], 4000 if options.rehearse else tokens, limit)
-        file = write_rows(options.work / "rows" / f"{number:03}" / "train.parquet", rows, config.vocab_size)
-        arm = Arm(key["arm"], len(lines) + number, target, key, model, file, options)
-        return arm, config, np.minimum(rows, length)
+    failed, started = 0, collections.deque()  # arms whose processes run, in order
 
-    failed, following = 0, None
-    for number, key in enumerate(plan):
-        left = options.budget - (time.monotonic() - begin)
-        if left < options.reserve:
-            print(f"budget: {len(plan) - number} arms are not run", flush=True)
-            break
-        arm, config, rows = following or start(number)
-        following = None
-        if options.overlap and number + 1 < len(plan):
-            following = start(number + 1)
-        result = arm.finish(min(left - 5, options.arm_limit))
-        line = {
-            "key": key,
-            "label": target.label,
-            "settings": settings_of(target, key["arm"], key["rows"]),
-            "date": time.strftime("%Y-%m-%d"),
-            **result,
-        }
-        if "error" not in result:
-            line |= figures(result, config, rows, target.trained)
-        failed += "error" in result
-        with open(out, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        print(summary(line), flush=True)
-    if following is not None:
-        following[0].stop()
+    def start_ahead(number: int) -> None:
+        """Arm `number`, and as many after it as may import meanwhile."""
+        while number + len(started) < min(number + 1 + options.overlap, len(plan)):
+            ahead = number + len(started)
+            started.append(start(options, plan[ahead], len(lines) + ahead))
+
+    try:
+        if options.overlap:
+            start_ahead(0)
+        if not options.no_gate and plan:
+            pass_gate(options, plan)
+        for number, key in enumerate(plan):
+            left = options.budget - (time.monotonic() - begin)
+            if left < options.reserve:
+                print(f"budget: {len(plan) - number} arms are not run", flush=True)
+                break
+            start_ahead(number)
+            arm, config, rows = started[0]
+            result = arm.finish(min(left - 5, options.arm_limit))
+            started.popleft()
+            target = TARGETS[key["target"]]
+            line = {
+                "key": key,
+                "label": target.label,
+                "settings": settings_of(target, key["arm"], key["rows"]),
+                "date": time.strftime("%Y-%m-%d"),
+                "overlap": bool(options.overlap),
+                **result,
+            }
+            if "error" not in result:
+                line |= figures(result, config, rows, target.trained)
+            failed += "error" in result
+            with open(out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"{time.monotonic() - begin:.0f} s: {summary(line)}", flush=True)
+    finally:
+        for arm, *_ in started:
+            arm.stop()
     return int(failed > 0)
 
 
@@ -542,13 +600,18 @@ def read_kept() -> dict:
 
 
 def keep(options) -> int:
-    """Add lines of benchmark.jsonl and gate.jsonl to docs/benchmark.json; what was measured again takes its place."""
+    """Add lines of benchmark.jsonl and gate.jsonl to docs/benchmark.json.
+
+    What was measured again takes its place, but an error or fewer steps never that of a result.
+    """
     kept = read_kept() if KEPT.is_file() else {"gate": [], "results": []}
     for path in options.files:
         for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
             line.pop("output", None)
             part, name = ("results", "key") if "key" in line else ("gate", "model")
-            kept[part] = [other for other in kept[part] if other[name] != line[name]] + [line]
+            before = [other for other in kept[part] if other[name] == line[name]]
+            if all(line.get("steps", 0) >= other.get("steps", 0) for other in before):
+                kept[part] = [other for other in kept[part] if other not in before] + [line]
     KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     print(f"{KEPT}: {len(kept['results'])} results")
     return 0
@@ -594,10 +657,12 @@ def table(results: list[dict]) -> str:
         rates = [line["tokens_per_second"] for line in good]
         spread = (max(rates) - min(rates)) / statistics.median(rates)
         loss = next(iter(good[-1]["loss"].values()), math.nan)
+        # Beside another arm's training, and with kernels compiled before, start-up is another figure.
+        alone = [line["startup"]["total"] for line in good if not line.get("overlap")]
         lines.append(
             f"| {place} | {arm} | {middle('tokens_per_second'):,.0f} | {f'{spread:.1%}' if len(good) > 1 else '-'} | "
             f"{middle('trained_tokens_per_second'):,.0f} | {middle('mfu'):.1%} | {middle('share_of_ceiling'):.1%} | "
-            f"{middle('peak_gib', 'allocated'):.1f} | {middle('startup', 'total'):.0f} | {loss:.4f} |"
+            f"{middle('peak_gib', 'allocated'):.1f} | {f'{statistics.median(alone):.0f}' if alone else '-'} | {loss:.4f} |"
         )
         if depth:
             depths.setdefault((target, rows, arm), []).append((depth, 1 / statistics.median(rates)))
@@ -682,8 +747,13 @@ def main() -> int:
     verb = verbs.add_parser("run", help="measure")
     verb.set_defaults(do=run)
     verb.add_argument("work", type=lambda text: Path(text).absolute(), help="folder for models, rows, logs, results")
-    verb.add_argument("--target", choices=TARGETS, required=True)
-    verb.add_argument("--arms", nargs="+", default=["seed", "trl", "full"], help="names, or add, drop, extra")
+    verb.add_argument("--target", nargs="+", choices=TARGETS, required=True)
+    verb.add_argument(
+        "--arms",
+        nargs="+",
+        default=["seed", "trl", "full"],
+        help="names, or add, drop, extra; of the targets that have them",
+    )
     verb.add_argument("--rows", nargs="+", default=["real"], help="real, or dense:N for documents of N tokens")
     verb.add_argument("--depth", nargs="+", type=int, help="layers, in place of the published number")
     verb.add_argument("--repeat", type=int, default=1, help="processes an arm, interleaved")
@@ -695,9 +765,19 @@ def main() -> int:
     verb.add_argument("--reserve", type=float, default=45, help="no arm is begun with less than these seconds left")
     verb.add_argument("--weights", choices=["device", "file"], default="device", help="made there, or read from a file")
     verb.add_argument(
-        "--overlap", action="store_true", help="the next arm imports while one trains: start-up is blurred"
+        "--overlap",
+        type=int,
+        nargs="?",
+        const=1,
+        default=0,
+        metavar="N",
+        help="the next N arms import while one trains, and compiled kernels are kept: start-up is blurred",
     )
-    verb.add_argument("--profile", action="store_true", help="write a profile of three steps of each arm, untimed use")
+    verb.add_argument(
+        "--skip-kept", action="store_true", help="leave out what docs/benchmark.json holds, as many steps"
+    )
+    verb.add_argument("--unsloth-site", type=Path, help="folder with Unsloth and what it needs: that arm's import path")
+    verb.add_argument("--profile", action="store_true", help="profile three steps of each arm after the timed ones")
     verb.add_argument("--no-gate", action="store_true", help="leave the correctness gate out")
     verb.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
     verbs.add_parser("list", help="targets and arms").set_defaults(do=show)
