@@ -14,17 +14,16 @@ does not hold is named. Scores are those of recipes/qwen3-8b-invoice/score.py RU
 
 import argparse
 import json
-import math
 import sys
 import time
 from pathlib import Path
 
 import jinja2
-import report_answers
 import report_charts
+import report_scores
 from markupsafe import Markup
 from report_charts import Chart, Line, number, smoothed
-from report_data import LOSS, ReportError, Run, Scores, Start, read_runs
+from report_data import ReportError, Run, Start, read_runs
 from rich.console import Console
 from rich.table import Table
 
@@ -39,23 +38,13 @@ CURVES = (
     ("Peak GPU memory", "peak_memory_gib", "GiB, rank 0", 1, False, False, "needs a GPU"),
     ("Token accuracy", "mean_token_accuracy", "% of labelled tokens", 100, True, False, ""),
 )
+ABOUT = ("Model", "Trained", "Data", "Strategy", "Global batch", "Hardware", "Versions", "Last written")
 OUTCOMES = {
     "done": "done",
     "preempted": "stopped by SIGTERM, checkpoint kept",
     "failed": "failed",
     "running": "running, or its processes were killed",
 }
-# Key in a report of score.py, label, kind.
-FIELD_SCORES = (
-    ("micro_f1", "Field F1", "score"),
-    ("micro_f1_exact", "Field F1, exact", "score"),
-    ("macro_f1", "Mean F1 of the fields", "score"),
-    ("strict_json", "Answers that are JSON alone", "share"),
-    ("lenient_json", "Answers that hold whole JSON", "share"),
-    ("documents_with_violations", "Answers that break the schema", "share"),
-    ("limit_hits", "Answers cut at the output limit", "share"),
-)
-LOSS_SCORES = (("loss", "Held-out loss", "score"), ("perplexity", "Perplexity", "score"))
 
 
 # ---- words for numbers -----------------------------------------------------------------------------------------------
@@ -73,54 +62,6 @@ def moment(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def wilson(hits: int, count: int) -> tuple[float, float]:
-    """95 % interval of a share, by Wilson's score."""
-    z, share = 1.96, hits / count
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def score_cell(report: dict | None, key: str, kind: str) -> tuple[str, str]:
-    """(value, interval) of a score as text, empty where there is none."""
-    value = (report or {}).get(key)
-    if value is None:
-        return "", ""
-    if kind == "share":
-        low, high = wilson(value, report["documents"])
-        return f"{value} of {report['documents']}", f"{low:.0%} to {high:.0%}"
-    interval = report.get(f"{key}_interval")
-    return f"{value:.3f}", f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else ""
-
-
-def score_rows(scores: Scores) -> list[dict]:
-    """Rows of the before/after table: label, base, tuned, change."""
-    rows = []
-    for key, label, kind in LOSS_SCORES if scores.is_loss else FIELD_SCORES:
-        cells = [score_cell(report, key, kind) for report in (scores.base, scores.tuned)]
-        change = ""
-        if cells[0][0] and cells[1][0]:
-            difference = scores.tuned[key] - scores.base[key]
-            change = f"{difference:+d}" if kind == "share" else f"{difference:+.3f}"
-        if cells[0][0] or cells[1][0]:
-            rows.append({"label": label, "base": cells[0], "tuned": cells[1], "change": change})
-    held = [(report or {}).get("constrained") for report in (scores.base, scores.tuned)]
-    if any(held):
-        cells = [score_cell(report, "micro_f1", "score") for report in held]
-        rows.append({"label": "Field F1, held to the schema", "base": cells[0], "tuned": cells[1], "change": ""})
-    return rows
-
-
-def headline(scores: Scores) -> tuple[str, str]:
-    """(before -> after, what that is) of the score that stands for the rows."""
-    key, what = ("perplexity", "perplexity") if scores.is_loss else ("micro_f1", "field F1")
-    before, after = (score_cell(report, key, "score") for report in (scores.base, scores.tuned))
-    count = scores.newest.get("rows" if scores.is_loss else "documents")
-    interval = f", 95 % {after[1]}" if after[1] else ""
-    rows = "held-out rows" if scores.is_loss else Path(scores.rows).name
-    return " → ".join(value for value in (before[0], after[0]) if value), f"{what}, {count} {rows}{interval}"
-
-
 def facts(run: Run) -> list[tuple[str, str, str]]:
     """(label, value, remark) of what one looks for first. The same labels for every run; value "–" where unknown."""
     losses, last, evals = run.values("loss"), run.last_losses, run.values("eval_loss")
@@ -136,10 +77,14 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
         ),
         ("Evaluation loss", " → ".join(f"{value:.3f}" for value in evals[:: max(1, len(evals) - 1)]), "first, last"),
     ]
-    found += [("Score", *headline(scores)) for scores in run.scores] or [("Score", "", "")]
+    found += [("Score", *report_scores.headline(scores)) for scores in run.scores] or [("Score", "", "")]
     mfu = run.median("mfu")
     found += [
-        ("Time", duration(run.seconds) if run.seconds else "", f"{resumes} resume(s)" if resumes > 0 else "one start"),
+        (
+            "Time",
+            duration(run.seconds) if run.seconds else "",
+            f"{resumes} resume{'s' if resumes > 1 else ''}" if resumes > 0 else "one start",
+        ),
         ("Tokens", number(run.tokens) if run.tokens else "", "trained on, repeated steps included"),
         (
             "Speed",
@@ -151,6 +96,12 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
     return [(label, value or "–", remark if value else "not recorded") for label, value, remark in found]
 
 
+def strategy_in_words(arguments: dict) -> str | None:
+    """The launch file's name and the number of processes."""
+    count = arguments.get("world_size", 1)
+    return arguments.get("strategy") and f"{arguments['strategy']}, {count} process{'es' if count > 1 else ''}"
+
+
 def about(run: Run) -> list[tuple[str, str]]:
     """What was trained on what, in a few rows."""
     arguments, record = run.arguments, run.record
@@ -159,20 +110,12 @@ def about(run: Run) -> list[tuple[str, str]]:
         tuning = f"LoRA, rank {arguments.get('lora_r')}" + (", 4-bit base" if arguments.get("load_in_4bit") else "")
     hardware = record.get("hardware") or {}
     memory = f", {hardware['memory'] / 2**30:.0f} GiB of host memory" if hardware.get("memory") else ""
-    rows = [
-        ("Model", arguments.get("model_name_or_path")),
-        ("Trained", tuning if arguments else None),
-        ("Data", arguments.get("dataset_name")),
-        (
-            "Strategy",
-            arguments.get("strategy") and f"{arguments['strategy']}, {arguments.get('world_size')} process(es)",
-        ),
-        ("Global batch", run.global_batch),
-        ("Hardware", run.hardware + memory if record.get("hardware") else None),
-        ("Versions", ", ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items())),
-        ("Last written", record.get("time")),
-    ]
-    return [(label, str(value)) for label, value in rows if value]
+    versions = ", ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items())
+    machine = run.hardware + memory if record.get("hardware") else None
+    model, data = arguments.get("model_name_or_path"), arguments.get("dataset_name")
+    values = (model, tuning if arguments else None, data, strategy_in_words(arguments), run.global_batch, machine)
+    found = zip(ABOUT, (*values, versions, record.get("time")), strict=True)
+    return [(label, str(value)) for label, value in found if value]
 
 
 def data_rows(run: Run) -> list[tuple[str, str]]:
@@ -261,59 +204,6 @@ def readings(points) -> list[tuple[float, str]]:
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def field_rows(scores: Scores) -> list[dict]:
-    """Rows of the table of fields, one a model: counts, F1, and shares in percent for the bar."""
-    rows = []
-    for name in scores.newest["fields"]:
-        for label, report in (("base", scores.base), ("tuned", scores.tuned)):
-            if counts := (report or {}).get("fields", {}).get(name):
-                right, wrong, missed, invented = (counts[key] for key in ("normalised", "wrong", "missed", "invented"))
-                every = max(1, right + wrong + missed + invented)
-                shares = [(key, 100 * counts[key] / every) for key in ("normalised", "wrong", "missed", "invented")]
-                rows.append({"field": name, "model": label, "counts": counts, "shares": shares})
-    return rows
-
-
-def worst_documents(scores: Scores) -> list[dict]:
-    """The documents that the newest model read worst, field by field."""
-    report = scores.newest
-    return [
-        entry | report_answers.compare(entry["gold"], {"answer": entry["prediction"]}, report.get("schema_file"))
-        for entry in report.get("worst", [])
-    ]
-
-
-def sample_documents(scores: Scores) -> list[dict]:
-    """The first documents, answered by base and tuned."""
-    reports = {label: report for label, report in (("base", scores.base), ("tuned", scores.tuned)) if report}
-    every = {label: {row["document"]: row for row in report.get("samples", [])} for label, report in reports.items()}
-    made = []
-    for document, row in every.get("tuned", every.get("base", {})).items():
-        answers = {label: rows[document]["prediction"] for label, rows in every.items() if document in rows}
-        compared = report_answers.compare(row["gold"], answers, scores.newest.get("schema_file"))
-        made.append({"document": document} | compared)
-    return made
-
-
-def sample_chats(scores: Scores) -> list[dict]:
-    """The prompts of chat_scores.py with the answers of base and tuned."""
-    reports = {label: report for label, report in (("base", scores.base), ("tuned", scores.tuned)) if report}
-    prompts = {row["id"]: row["prompt"] for report in reports.values() for row in report.get("answers", [])}
-    return [
-        {
-            "id": ident,
-            "prompt": prompt,
-            "answers": [
-                (label, report_answers.shortened(row["answer"]), row.get("limit_hit"))
-                for label, report in reports.items()
-                for row in report.get("answers", [])
-                if row["id"] == ident
-            ],
-        }
-        for ident, prompt in prompts.items()
-    ]
-
-
 def start_row(number: int, start: Start) -> list[str]:
     """A row of the table of starts."""
     steps = "none logged" if start.first is None else f"{start.first} to {start.last}"
@@ -330,17 +220,16 @@ def run_view(run: Run, index: int) -> dict:
             lengths["histogram"], lengths["edges"], "Documents by length in tokens", f"lengths-{index}"
         )
     )
-    sets = [
-        {
-            "scores": scores,
-            "rows": score_rows(scores),
-            "fields": [] if scores.is_loss else field_rows(scores),
-            "worst": [] if scores.is_loss else worst_documents(scores),
-            "samples": [] if scores.is_loss else sample_documents(scores),
-            "chats": sample_chats(scores) if scores.is_loss else [],
-        }
-        for scores in run.scores
-    ]
+    sets = []
+    for scores in run.scores:
+        made = {"scores": scores, "rows": report_scores.score_rows(scores)}
+        if scores.is_loss:
+            made["chats"] = report_scores.sample_chats(scores)
+        else:
+            made["fields"] = report_scores.field_rows(scores)
+            made["worst"] = report_scores.worst_documents(scores)
+            made["samples"] = report_scores.sample_documents(scores)
+        sets.append(made)
     return {
         "run": run,
         "index": index,
@@ -370,8 +259,10 @@ def page(runs: list[Run]) -> str:
         different=[(key, *values) for key, values in different_settings(runs)],
         dashes=report_charts.DASHES,
         colours=report_charts.COLOURS,
+        subtitle=", ".join(
+            [*(value for key, value in about(runs[0]) if key in ("Model", "Trained")), runs[0].hardware]
+        ),
         made=time.strftime("%Y-%m-%d"),
-        LOSS=LOSS,
     )
 
 
@@ -392,7 +283,7 @@ def comparison(runs: list[Run]) -> list[tuple[str, list[str]]]:
             ]
             cells.append("; ".join(told) or "–")
         rows.append((label, cells))
-    for label in ("Model", "Trained", "Data", "Strategy", "Hardware", "Versions", "Last written"):
+    for label in ABOUT:
         rows.append((label, [dict(about(run)).get(label, "–") for run in runs]))
     return rows
 
@@ -405,29 +296,23 @@ def markdown(runs: list[Run]) -> str:
 
     lines = [row(["", *(run.name for run in runs)]), "|---" * (len(runs) + 1) + "|"]
     lines += [row([label, *cells]) for label, cells in comparison(runs)]
-    for run in runs:
-        for scores in run.scores:
-            if not scores.is_loss:
-                names = list(scores.newest["fields"])
-                lines += [
-                    "",
-                    f"Field F1 of {run.name} on {Path(scores.rows).name}, {scores.newest['documents']} documents:",
-                    "",
-                ]
-                lines += [row(["", *names, "all fields (95 %)"]), "|---" * (len(names) + 2) + "|"]
-                for label, report in (("base", scores.base), ("tuned", scores.tuned)):
-                    if report:
-                        cells = [report["fields"].get(name, {}).get("f1") for name in names]
-                        value, interval = score_cell(report, "micro_f1", "score")
-                        cells = ["–" if cell is None else f"{cell:.3f}" for cell in cells]
-                        lines.append(row([label, *cells, f"{value} ({interval})" if interval else value]))
+    scored = [(run.name, scores) for run in runs for scores in run.scores if not scores.is_loss]
+    for owner, scores in scored:
+        names = list(scores.newest["fields"])
+        lines += ["", f"Field F1 of {owner}, {scores.newest['documents']} documents of {scores.title}:", ""]
+        lines += [row(["", *names, "all fields (95 %)"]), "|---" * (len(names) + 2) + "|"]
+        for label, report in scores.reports.items():
+            found = [report["fields"].get(name, {}).get("f1") for name in names]
+            value, interval = report_scores.score_cell(report, "micro_f1")
+            cells = ["–" if f1 is None else f"{f1:.3f}" for f1 in found]
+            lines.append(row([label, *cells, f"{value} ({interval})" if interval else value]))
     return "\n".join(lines) + "\n"
 
 
 def show(runs: list[Run], console: Console) -> None:
     """The summary in the terminal."""
     table = Table("", *(run.name for run in runs), box=None, pad_edge=False)
-    for label, cells in comparison(runs)[: -7 if len(runs) > 1 else None]:
+    for label, cells in comparison(runs):
         table.add_row(label, *cells)
     console.print(table)
     for run in runs:

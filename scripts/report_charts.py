@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+import numpy as np
+
 Points = Sequence[tuple[float, float]]
 COLOURS = ("#0b5cad", "#c2410c", "#00795c", "#8b3fa0", "#8a6100", "#0e7490")  # the page's, in its light mode
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 2", "12 4")
@@ -73,14 +75,13 @@ def number(value: float) -> str:
 
 
 def smoothed(points: Points) -> Points:
-    """Exponential average over about a thirtieth of the points, without the pull towards a first value."""
-    keep = 1 - 1 / max(1.0, len(points) / 30)
-    average = weight = 0.0
-    result = []
-    for step, value in points:
-        average, weight = keep * average + value, keep * weight + 1
-        result.append((step, average / weight))
-    return result
+    """Each point's mean with its neighbours, by a Gaussian of a fiftieth of the points: no lag behind the values."""
+    width = max(1.0, len(points) / 50)
+    reach = np.arange(-math.ceil(3 * width), math.ceil(3 * width) + 1)
+    weights = np.exp(-0.5 * (reach / width) ** 2)
+    steps, values = zip(*points, strict=True)
+    sums, counts = (np.convolve(row, weights)[reach[-1] : -reach[-1]] for row in (values, np.ones(len(values))))
+    return list(zip(steps, (sums / counts).tolist(), strict=True))
 
 
 def thinned(points: Points) -> Points:
@@ -135,15 +136,16 @@ def svg(chart: Chart, width: int, height: int, ident: str) -> str:
         return f'<path class="{classes}" d="M{places}"{dash}/>'
 
     parts = []
-    for value in ticks(y0, y1, max(3, plot_height // 45)):
+    for value in ticks(y0, y1, max(3, plot_height // 36)):
         parts.append(f'<path class="grid" d="M{LEFT} {y(value):.1f} H{width - RIGHT}"/>')
         parts.append(
             f'<text class="tick" x="{LEFT - 7}" y="{y(value) + 4:.1f}" text-anchor="end">{number(value)}</text>'
         )
-    for step in (step for step in ticks(x0, x1, max(3, plot_width // 90)) if step == int(step)):
+    for step in (step for step in ticks(x0, x1, max(3, plot_width // 70)) if step == int(step) and x(step) > LEFT + 20):
         parts.append(
             f'<text class="tick" x="{x(step):.1f}" y="{height - 9}" text-anchor="middle">{number(step)}</text>'
         )
+    parts.append(f'<text class="tick" x="{LEFT - 7}" y="{height - 9}" text-anchor="end">step</text>')
     parts.append(f'<path class="axis" d="M{LEFT} {TOP + plot_height} H{width - RIGHT}"/>')
     for step, colour, what in chart.marks:
         place = min(max(x(step), LEFT), width - RIGHT)

@@ -50,6 +50,16 @@ class Scores:
         return self.rows == LOSS
 
     @property
+    def title(self) -> str:
+        """The rows by name, without their folder."""
+        return Path(self.rows).name
+
+    @property
+    def reports(self) -> dict[str, dict]:
+        """{"base": report, "tuned": report}, of those that there are."""
+        return {label: report for label, report in (("base", self.base), ("tuned", self.tuned)) if report}
+
+    @property
     def newest(self) -> dict:
         return self.tuned or self.base or {}
 
