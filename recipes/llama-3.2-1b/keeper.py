@@ -213,7 +213,7 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
                 f"({type(error).__name__}). Check the spelling, the network and, for a gated model, its licence and HF_TOKEN."
             )
     agree("download", problem, patient=True)
-    config = AutoConfig.from_pretrained(name, revision=model_args.model_revision)
+    config = AutoConfig.from_pretrained(name, revision=model_args.model_revision).get_text_config()
     agree("memory", memory_problem(config, model_args, training_args))
 
     if token := training_args.hub_token:  # the trainer writes its arguments, whole, into every checkpoint

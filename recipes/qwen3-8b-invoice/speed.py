@@ -3,10 +3,13 @@
 The same file, to the byte, lies in every recipe folder; `scripts/sync_guard.py FOLDER` brings a copy up to date.
 """
 
+import contextlib
+import importlib
 import time
 
 import numpy as np
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available
 from trl.trainer.utils import get_peak_flops
 
@@ -16,8 +19,7 @@ from ranks import environment, say
 def choose_attention(config, training_args, asked: str | None = None) -> str:
     """The fastest attention that is installed, fits the GPU and is right for the model; said in the log.
 
-    asked: the recipe's or the user's own choice, which wins. Switches packing off where documents would meet: gpt-oss
-    is given no document borders by transformers but through a flash kernel (huggingface/transformers 39997).
+    asked: the recipe's or the user's own choice, which wins. Packing is switched off where documents would meet.
     """
     sinks, half = config.model_type == "gpt_oss", training_args.bf16 or training_args.fp16
     gpu = training_args.device.type == "cuda" and half
@@ -36,11 +38,31 @@ def choose_attention(config, training_args, asked: str | None = None) -> str:
         asked, why = ("eager" if sinks else "sdpa"), "no FlashAttention for this machine and model"
         if major in (9, 10):
             why += "; requirements-hopper.txt has it, and makes packed training several times faster"
-    if training_args.packing and sinks and "flash" not in asked:
+    if training_args.packing and (leak := mixing_layers(config, training_args.device.type, asked)):
         training_args.packing = False
-        why += "; packing is off, because gpt-oss attends across packed documents without a flash kernel"
+        why += f"; packing is off, because {leak}"
     say(f"attention: {asked} ({why}); packing {'on' if training_args.packing else 'off'}")
     return asked
+
+
+def mixing_layers(config, device: str, attention: str) -> str | None:
+    """Which layers would let packed documents see each other, and what keeps them apart; None where every layer does.
+
+    Attention is told the borders by position ids, gpt-oss through a flash kernel alone (huggingface/transformers 39997).
+    A layer with a state needs kernels that begin anew at each border: transformers refuses packed rows without them.
+    """
+    if config.model_type == "gpt_oss" and "flash" not in attention:
+        return "gpt-oss attends across packed documents without a flash kernel"
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other == {"linear_attention"}:
+        with contextlib.suppress(Exception):  # as transformers tries them: one that does not load counts as absent
+            if device == "cuda" and importlib.import_module("fla") and importlib.import_module("causal_conv1d"):
+                return None
+        return "linear attention mixes packed documents without flash-linear-attention and causal-conv1d, on a GPU"
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if other or getattr(kind, "_is_stateful", False):
+        return f"nothing is known to keep packed documents apart in the {', '.join(sorted(other)) or 'state'} of this model"
+    return None
 
 
 def flops_per_token(config, lengths: np.ndarray, trained: str) -> float:
@@ -51,16 +73,22 @@ def flops_per_token(config, lengths: np.ndarray, trained: str) -> float:
     """
     layers, h, lengths = config.num_hidden_layers, config.hidden_size, np.asarray(lengths, dtype=np.float64)
     head = getattr(config, "head_dim", None) or h // config.num_attention_heads
+    queries, pairs = config.num_attention_heads * head, config.num_key_value_heads * head
     experts = getattr(config, "num_local_experts", None) or 0
     gated = layers * 3 * h * config.intermediate_size * (config.num_experts_per_tok if experts else 1)
-    attention = layers * 2 * h * head * (config.num_attention_heads + config.num_key_value_heads)
-    total = attention + gated + layers * h * experts + h * config.vocab_size
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
-    keys = 0.0
-    for kind in kinds[:layers]:
+    total = gated + layers * h * experts + h * config.vocab_size
+    kinds = (getattr(config, "layer_types", None) or ["full_attention"] * layers)[:layers]
+    hybrid, scores = "linear_attention" in kinds, 0.0
+    for kind in kinds:
+        if kind == "linear_attention":  # the gated delta rule: a state for each head, whatever the length
+            k, v = config.linear_key_head_dim, config.linear_value_head_dim
+            total += h * (2 * config.linear_num_key_heads * k + config.linear_num_value_heads * (3 * v + 2))
+            scores += 6 * config.linear_num_value_heads * k * v
+            continue
+        total += h * ((3 if hybrid else 2) * queries + 2 * pairs)  # a hybrid's queries bring a gate along
         inside = np.minimum(lengths, config.sliding_window if kind == "sliding_attention" else np.inf)
-        keys += (inside * (inside + 1) / 2 + (lengths - inside) * inside).sum()
-    scores = 4 * config.num_attention_heads * head * keys / lengths.sum()
+        keys = (inside * (inside + 1) / 2 + (lengths - inside) * inside).sum()
+        scores += 4 * queries * keys / lengths.sum()
     return {"full": 6 * total, "lora": 4 * total, "expert_lora": 4 * total + 2 * gated}[trained] + 3 * scores
 
 
