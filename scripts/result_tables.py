@@ -1,26 +1,23 @@
-"""Writes the README's tables of GPU runs, receipts and memory from the files in docs/.
+"""Writes the tables of README.md, docs/ and the recipes' README from the measured files in docs/.
 
-    python scripts/result_tables.py README.md      # replaces what stands between each pair of marks there
-    python scripts/result_tables.py                # prints the tables
+    python scripts/result_tables.py README.md docs/*.md recipes/*/README.md   # replaces what stands between the marks
+    python scripts/result_tables.py                                           # prints the names of the tables
 
-The files are those that gpu_check.py, sroie.py and load_memory.py write: docs/gpu_check.json (a list of its reports),
-docs/sroie_gpu.json, docs/sroie_cpu.json and docs/load_memory.json; and those of memory_chooser.py (predicted) and of
-measure_memory.py with memory.py (measured and predicted): docs/memory_chooser.json and docs/memory.json. A mark is a line
-such as <!-- gpu table -->, its end <!-- end of gpu table -->. The table of strategies has its own program,
-strategy_table.py.
+A mark is a line such as <!-- gpu table -->, its end <!-- end of gpu table -->; a page may hold any of them. `measured` and
+`fits` are about the recipe in whose README they stand. The files are those of gpu_check.py, sroie.py, load_memory.py,
+memory_chooser.py (predicted), measure_memory.py with memory.py (measured and predicted), benchmark.py, fault_campaign.py
+and of `scripts/test.sh --matrix` (strategy_table.py). The tables of docs/engines.md and docs/scaling.md have programs of
+their own.
 """
 
 import argparse
-import json
+import re
 import sys
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-
-
-def read(name: str) -> dict:
-    """A measured file of docs/."""
-    return json.loads((DOCS / name).read_text(encoding="utf-8"))
+import status_table
+import strategy_table
+from status_table import read
 
 
 def surroundings(report: dict) -> str:
@@ -122,29 +119,76 @@ def predicted_table() -> str:
     return f"{memory.memory_peak_table(report)} {surroundings(report)}."
 
 
+def benchmark_table() -> str:
+    """Tokens a second of each target and arm."""
+    import benchmark
+
+    return benchmark.table([line for line in read("benchmark.json")["results"] if not line["key"]["rehearse"]])
+
+
+def fault_table() -> str:
+    """Kills, damage and full disks: how many were tried and survived."""
+    import fault_campaign
+
+    return fault_campaign.markdown(read("faults.json"))
+
+
 TABLES = {
     "gpu": gpu_table,
     "sroie": sroie_table,
     "memory": memory_table,
     "chooser": chooser_table,
     "predicted": predicted_table,
+    "benchmark": benchmark_table,
+    "fault": fault_table,
+    "strategy": lambda: strategy_table.markdown(read("strategy_matrix.json")),
+    "recipe": status_table.recipe_table,
+    "status": status_table.status_table,
+    "technique": status_table.technique_table,
+    "lever": status_table.lever_table,
+    "result": status_table.result_table,
 }
+RECIPE_TABLES = {"measured": status_table.measured_table, "fits": status_table.fits_table}
+MARKED = re.compile(r"<!-- ([\w-]+) table -->\n(.*?)<!-- end of \1 table -->", re.DOTALL)
+
+
+def filled(page: Path) -> str:
+    """The page's text with each of its tables made anew. ValueError for a mark without its end, or of no known table."""
+
+    def fill(found: re.Match) -> str:
+        name = found[1]
+        if name in RECIPE_TABLES:
+            made = RECIPE_TABLES[name](page.resolve().parent.name)
+        else:
+            made = TABLES[name]()
+        return f"<!-- {name} table -->\n{made}\n<!-- end of {name} table -->"
+
+    text = page.read_text(encoding="utf-8")
+    marks = re.findall(r"^<!-- ([\w-]+) table -->$", text, re.MULTILINE)
+    if marks != [found[1] for found in MARKED.finditer(text)]:
+        raise ValueError(
+            f"{page}: a mark <!-- NAME table --> has no <!-- end of NAME table --> after it. Add the line."
+        )
+    if unknown := set(marks) - TABLES.keys() - RECIPE_TABLES.keys():
+        known = ", ".join([*TABLES, *RECIPE_TABLES])
+        raise ValueError(f"{page}: there is no table {', '.join(sorted(unknown))}. Known: {known}.")
+    return MARKED.sub(fill, text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, help="a Markdown file with the marks")
-    file = parser.parse_args().file
-    if file is None:
-        print("\n\n".join(make() for make in TABLES.values()))
-        return
-    text = file.read_text(encoding="utf-8")
-    for name, make in TABLES.items():
-        begin, end = f"<!-- {name} table -->", f"<!-- end of {name} table -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            sys.exit(f"error: {file} needs the lines {begin} and {end} once each.")
-        text = f"{text.split(begin)[0]}{begin}\n{make()}\n{end}{text.split(end)[1]}"
-    file.write_text(text, encoding="utf-8")
+    parser.add_argument("pages", nargs="*", type=Path, help="Markdown files with marks")
+    pages = parser.parse_args().pages
+    if not pages:
+        print("\n".join([*TABLES, *RECIPE_TABLES]))
+    for page in pages:
+        if re.search(r"<!-- (engine|scaling) tables? -->", page.read_text(encoding="utf-8")):
+            continue
+        try:
+            text = filled(page)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
