@@ -3,11 +3,12 @@
 The model is built on the meta device, its parameters become fake tensors, and the step that TRL takes (autocast, PEFT,
 activation checkpointing, fused loss head) runs on them forward and backward. Shapes are real, no number is computed and
 no memory is used. `trace` does this with few layers; `at_depth` carries the result to the model's own depth, which is
-exact because every peak grows by the same bytes with each layer.
+exact because every peak grows by the same bytes with each layer, or with each round of the layers' kinds.
 
 What a CPU build of torch cannot run on fake tensors has a stand-in that allocates what the CUDA kernel allocates:
 scaled dot product attention and FlashAttention (outputs, log-sum-exp, and the fp32 accumulators of the backward pass),
-the grouped matrix product of the experts, and the tiles of the loss head.
+linear attention as flash-linear-attention and causal-conv1d run it, the grouped matrix product of the experts, and the
+tiles of the loss head.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ from trl.trainer import utils as trl_utils
 
 CPU = torch.device("cpu")
 DEPTHS = (2, 3)  # gpt-oss alternates two kinds of attention: both depths hold both masks
+CHUNK = 64  # tokens between two states that the delta rule's kernels keep
 PHASES = ("forward", "head", "backward of the last layer", "backward of the first layer", "end of backward")
 
 
@@ -129,6 +131,61 @@ class Attention(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
 
 
+class DeltaRule(torch.autograd.Function):
+    """What flash-linear-attention's gated delta rule allocates (0.6, ops/gated_delta_rule/chunk.py).
+
+    q, k (B, S, key heads, K); v (B, S, heads, V); g fp32 and beta (B, S, heads); output (B, S, heads, V). Both passes make
+    the state before every CHUNK tokens; the backward pass takes gradients of q and k for each head of v.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta):
+        kept = [torch.empty_like(q), torch.empty_like(k), torch.empty_like(q[..., 0], dtype=torch.float32)]
+        kept += [torch.empty_like(kept[-1]), v, torch.empty_like(g), beta, k.new_empty(*g.shape, CHUNK)]
+        ctx.save_for_backward(*kept)
+        working = [*DeltaRule.states(k, v), torch.empty_like(v)]
+        out = torch.empty_like(v)
+        del working
+        return out
+
+    @staticmethod
+    def states(k, v) -> list[torch.Tensor]:
+        """Keys and values as the state meets them, and the states."""
+        *places, heads, width = v.shape
+        chunks = math.ceil(places[-1] / CHUNK)
+        keys = k.new_empty(*places, heads, k.shape[-1])
+        return [keys, torch.empty_like(v), k.new_empty(places[0], chunks, heads, k.shape[-1], width)]
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, _, _, v, g, beta, _ = ctx.saved_tensors
+        working = [*DeltaRule.states(k, v), torch.empty_like(v), torch.empty_like(v)]
+        working += [torch.empty_like(working[2]), torch.empty_like(v)]
+        every = [torch.empty_like(working[0]) for _ in range(3)]  # of q, k and the keys, for each head of v
+        dg = torch.empty_like(g)
+        every += [torch.empty_like(working[0]), torch.empty_like(v), torch.empty_like(g)]
+        del working
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dg, torch.empty_like(beta)
+
+
+def _delta_rule(query, key, value, g, beta, **kwargs):
+    return DeltaRule.apply(query, key, value, g, beta), None
+
+
+class ShortConvolution(torch.autograd.Function):
+    """What causal-conv1d allocates: the output; the gradients of x (B, C, S) and, in fp32, of the weight (C, width)."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight, dtype=torch.float32).to(weight.dtype)
+
+
 class GroupedMM(torch.autograd.Function):
     """Shapes of torch.nn.functional.grouped_mm: (S, in) x (experts, in, out) -> (S, out), and its two gradients."""
 
@@ -180,6 +237,14 @@ def _mask(attention: str, padded: bool):
     return create
 
 
+def depths(config) -> tuple[int, int]:
+    """The two depths to trace: both hold every kind of layer in the model's proportion."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    rounds = (n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))
+    period = next(rounds)
+    return DEPTHS if period <= DEPTHS[0] else (period, 2 * period)
+
+
 def meta_model(config, lora: LoraConfig | None = None, dtype: torch.dtype = torch.float32):
     """The causal model of `config` (and its adapter, in fp32 as PEFT makes it) on the meta device."""
     config = copy.deepcopy(config)
@@ -225,6 +290,14 @@ def trace(config, settings, layers: int, compute: str) -> dict[str, dict[str, in
         for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
             if hasattr(module, name):
                 stack.enter_context(mock.patch.object(module, name, _mask(attention, settings.padded)))
+        mask = (lambda attention_mask=None, **_: attention_mask) if settings.padded else (lambda **_: None)
+        for name, stand_in in (
+            ("create_recurrent_attention_mask", mask),
+            ("torch_chunk_gated_delta_rule", _delta_rule),
+            ("causal_conv1d_fn", lambda x, weight, *_, **__: ShortConvolution.apply(x, weight)),
+        ):
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, stand_in))
         stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _sdpa))
         stack.enter_context(mock.patch.object(torch.nn.functional, "dropout", _dropout))
         flash = {name: _flash for name in ("flash_attention_2", "flash_attention_3", "flash_attention_4")}
@@ -300,8 +373,8 @@ def _mark_phases(tracker: PhaseTracker, layers) -> None:
 
 def at_depth(config, settings, compute: str) -> dict[str, dict[str, int]]:
     """The peaks of `trace` at the depth of `config`, from two shallow traces."""
-    few, more = DEPTHS
-    low, high = (trace(config, settings, layers, compute) for layers in DEPTHS)
+    few, more = depths(config)
+    low, high = (trace(config, settings, layers, compute) for layers in (few, more))
     steps = (config.num_hidden_layers - few) / (more - few)
     return {
         phase: {key: round(low[phase][key] + steps * (high[phase][key] - low[phase][key])) for key in high[phase]}

@@ -37,6 +37,10 @@ SMALL = {
     "num_local_experts": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 
 
@@ -92,7 +96,7 @@ def _choose_attention(speed: ModuleType | None, script_args, training_args, mode
     """Of keeper.open_run what decides the rows: with some attention, packing is switched off."""
     if speed is not None:
         config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
-        asked = model_args.attn_implementation
+        config, asked = config.get_text_config(), model_args.attn_implementation
         model_args.attn_implementation = speed.choose_attention(config, training_args, asked)
 
 
@@ -123,7 +127,7 @@ def prepare(folder: str | Path, words: list[str], first: int | None = None) -> P
 
     def load(cls, name, *_, **kwargs):
         asked.update(model_name=str(name), attention=kwargs.get("attn_implementation"))
-        config = AutoConfig.from_pretrained(name, revision=kwargs.get("revision"))
+        config = AutoConfig.from_pretrained(name, revision=kwargs.get("revision")).get_text_config()
         model = stand_in(config, asked["attention"])
         with suppress(OSError):  # a folder without one: the config's own ids stay
             model.generation_config = GenerationConfig.from_pretrained(name, revision=kwargs.get("revision"))
