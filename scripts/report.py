@@ -208,8 +208,8 @@ def start_row(number: int, start: Start) -> list[str]:
     """A row of the table of starts."""
     steps = "none logged" if start.first is None else f"{start.first} to {start.last}"
     seconds = duration(start.ended - start.begun) if start.ended else "–"
-    code = "" if start.exit_code is None else str(start.exit_code)
-    return [str(number), moment(start.begun), steps, str(start.repeated), seconds, code]
+    code = [] if start.exit_code is None else [str(start.exit_code)]
+    return [str(number), moment(start.begun), steps, str(start.repeated), seconds, *code]
 
 
 def run_view(run: Run, index: int) -> dict:

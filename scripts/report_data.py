@@ -172,8 +172,14 @@ class Run:
         words += ["--num_processes", str(world)] if strategy != "single" else []
         config, own = self.record.get("config", "config.yaml"), self.own_words
         words += [str(Path(*script.parts[-3:])) if "recipes" in script.parts[-3:] else str(script)]
-        words += ["--config", config] if config != "config.yaml" else []
-        return shlex.join([*words, *own])
+        own = (["--config", config] if config != "config.yaml" else []) + own
+        lines = [shlex.join(words)]
+        for word in own:  # an option a line
+            if word.startswith("--"):
+                lines.append(f"  {shlex.quote(word)}")
+            else:
+                lines[-1] += f" {shlex.quote(word)}"
+        return " \\\n".join(lines)
 
     @cached_property
     def changed_settings(self) -> list[tuple[str, str | None, str]]:
@@ -181,7 +187,7 @@ class Run:
         command = (self.record.get("command") or [""])[1:]
         config = _options(command[: len(command) - len(self.own_words)])
         own = _options(self.own_words)
-        return [(key, config.get(key), value) for key, value in own.items() if config.get(key) != value]
+        return [(key, config.get(key), value) for key, value in own.items() if not _same(config.get(key), value)]
 
 
 def _options(words: list[str]) -> dict[str, str]:
@@ -194,6 +200,14 @@ def _options(words: list[str]) -> dict[str, str]:
         elif name is not None:
             found[name] = f"{found[name]} {word}".strip()
     return found
+
+
+def _same(one: str | None, other: str) -> bool:
+    """Whether two values of a setting mean the same: 1e-5 and 1e-05, true and True."""
+    try:
+        return float(one) == float(other)
+    except (TypeError, ValueError):
+        return one is not None and one.casefold() == other.casefold()
 
 
 def _is_number(value) -> bool:

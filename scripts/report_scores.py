@@ -87,14 +87,17 @@ def headline(scores: Scores) -> tuple[str, str]:
 
 
 def field_rows(scores: Scores) -> list[dict]:
-    """Rows of the table of fields, one a model: counts, F1, and each outcome's share in percent."""
+    """Rows of the table of fields, one a model: counts with F1, each outcome's share in percent, rows that the name spans."""
     rows = []
     for name in scores.newest["fields"]:
-        for label, report in scores.reports.items():
-            if counts := report["fields"].get(name):
-                every = max(1, sum(counts[key] for key in OUTCOMES))
-                shares = [(key, 100 * counts[key] / every) for key in OUTCOMES]
-                rows.append({"field": name, "model": label, "counts": counts, "shares": shares})
+        found = [
+            (label, report["fields"][name]) for label, report in scores.reports.items() if name in report["fields"]
+        ]
+        for place, (label, counts) in enumerate(found):
+            every = max(1, sum(counts[key] for key in OUTCOMES))
+            shares = [(key, 100 * counts[key] / every) for key in OUTCOMES]
+            span = len(found) if place == 0 else 0
+            rows.append({"field": name, "model": label, "counts": counts, "shares": shares, "span": span})
     return rows
 
 
