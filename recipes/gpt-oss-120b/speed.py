@@ -54,7 +54,7 @@ def mixing_layers(config, device: str, attention: str) -> str | None:
     if config.model_type == "gpt_oss" and "flash" not in attention:
         return "gpt-oss attends across packed documents without a flash kernel"
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if other == {"linear_attention"}:
+    if other == {"linear_attention"} and config.model_type.startswith("qwen3_5"):  # Qwen3.5, 3.6 and 3.8
         with contextlib.suppress(Exception):  # as transformers tries them: one that does not load counts as absent
             if device == "cuda" and importlib.import_module("fla") and importlib.import_module("causal_conv1d"):
                 return None
