@@ -8,6 +8,7 @@ read becomes a finding, and the rest is read on, so that one call shows all mist
 import argparse
 import ast
 import contextlib
+import copy
 import difflib
 import importlib
 import io
@@ -439,7 +440,8 @@ def _read_script(launch: Launch, args: argparse.Namespace) -> None:
     launch.recipe_words = words
     _read_arguments(launch, names, words)
     if launch.model_args is not None:
-        launch.model_config, launch.model_source = model_config(launch.model_args, launch)
+        whole, launch.model_source = model_config(launch.model_args, launch)
+        launch.model_config = whole and whole.get_text_config()  # of a model that reads images, too, the text is trained
         _choose_attention(launch)
 
 
@@ -447,6 +449,12 @@ def _choose_attention(launch: Launch) -> None:
     """The recipe's own choice, without FlashAttention: it switches packing off where documents would meet."""
     file, asked = launch.recipe / "speed.py", launch.model_args.attn_implementation
     if launch.model_config is None or not file.is_file() or not launch.training_args.packing:
+        return
+    if "linear_attention" in (getattr(launch.model_config, "layer_types", None) or ()) and not launch.cpu:
+        launch.notes.append(
+            "this model packs rows only where flash-linear-attention and causal-conv1d are installed; without them the "
+            "recipe switches packing off, and trains more and shorter rows. --packing false checks that run."
+        )
         return
     with contextlib.redirect_stdout(io.StringIO()):
         load_module(file.resolve()).choose_attention(launch.model_config, launch.training_args, asked)
@@ -632,14 +640,6 @@ def _quiet_environment():
 
 # -------------------------------------------------------------------------------------------------------- the model
 
-# Published sizes that tiny_model.py holds, for a machine without the Hub.
-BUILT_IN = {
-    "openai/gpt-oss-20b": ("gpt-oss", "20b"),
-    "openai/gpt-oss-120b": ("gpt-oss", "120b"),
-    "meta-llama/Llama-3.2-1B-Instruct": ("llama", "1b"),
-    "Qwen/Qwen3-8B": ("qwen3", "8b"),
-}
-
 
 @cache
 def hub_answers() -> bool:
@@ -674,10 +674,11 @@ def model_config(model_args, launch: Launch):
             file = hf_hub_download(name, "config.json", revision=revision)
         return AutoConfig.from_pretrained(Path(file).parent), "config.json of the Hub"
     except Exception as error:
-        if name in BUILT_IN:
-            import tiny_model
+        import tiny_model
 
-            config = AutoConfig.for_model(BUILT_IN[name][0].replace("-", "_"), **tiny_model.REAL[BUILT_IN[name]])
+        if name in tiny_model.PUBLISHED:  # for a machine without the Hub
+            family, size = tiny_model.PUBLISHED[name]
+            config = AutoConfig.for_model(tiny_model.model_type(family), **copy.deepcopy(tiny_model.REAL[family, size]))
             config.dtype = "bfloat16"
             if config.model_type == "gpt_oss":
                 config.quantization_config = dict(tiny_model.MXFP4_SECTION)

@@ -7,6 +7,7 @@ smoke.py and the tests stand on this module. A launch is the line that a person 
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -14,13 +15,15 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import preloaded
 import psutil
 import tiny_model
 import yaml
 
 SCRIPTS = Path(__file__).resolve().parent
+FRESH = True  # False: launches fork from a process with the libraries, unless they ask for fresh ones; see preloaded.py
 STRATEGIES = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "zero3_offload")
-# Part of a model's name, or of its model_type -> family of tiny_model.py; the first that fits.
+# Part of another model's name, or of its model_type -> family of tiny_model.py; the first that fits.
 FAMILIES = {
     "gpt-oss": "gpt-oss",
     "gpt_oss": "gpt-oss",
@@ -28,6 +31,9 @@ FAMILIES = {
     "qwen3.8": "qwen3_5",
     "qwen3_5": "qwen3_5",
     "qwen3": "qwen3",
+    "qwen2": "qwen2",
+    "olmo3": "olmo3",
+    "olmo-3": "olmo3",
 }
 WORDS = ("receipt", "total", "answer", "paper", "house", "date", "long", "road", "short", "user", "model", "learns")
 
@@ -50,7 +56,7 @@ class Result:
 class Running:
     """A launch that was started. `wait` it, or it goes on."""
 
-    process: subprocess.Popen
+    process: subprocess.Popen | preloaded.Forked
     log: Path
     started: float = field(default_factory=time.monotonic)
 
@@ -98,13 +104,15 @@ def start(
     wrapper: Path | bool | None = None,
     environment: dict[str, str] | None = None,
     cwd: Path | None = None,
+    fresh: bool | None = None,
 ) -> Running:
     """Start `folder`/train.py under accelerate_configs/`strategy`.yaml on the CPU.
 
     arguments: what follows train.py. log: file for everything that is printed. launcher: flags of `accelerate launch`
     in place of `--num_processes` and the port. wrapper: a program that runs train.py (fsdp_on_cpu.py for fsdp, unless
     another is given). environment: variables on top of this process's. cwd: working directory, by default the folder
-    that holds accelerate_configs/. Raises LaunchError for an unknown strategy.
+    that holds accelerate_configs/. fresh: new Python processes, by default as FRESH says. Raises LaunchError for an
+    unknown strategy.
     """
     root = launch_root(folder)
     file = root / "accelerate_configs" / f"{strategy}.yaml"
@@ -113,7 +121,7 @@ def start(
         raise LaunchError(f"there is no launch file {file.name}; accelerate_configs/ holds {known}")
     if wrapper is None and strategy == "fsdp":
         wrapper = SCRIPTS / "fsdp_on_cpu.py"
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file)]
+    command = ["launch", "--config_file", str(file)]
     command += launcher or ("--num_processes", str(processes), "--main_process_port", "0")
     command += [str(wrapper)] * bool(wrapper) + [str(Path(folder).resolve() / "train.py"), "--use_cpu", "true"]
     command += map(str, arguments)
@@ -124,7 +132,11 @@ def start(
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as output:
         # The DeepSpeed file's path is relative to the working directory.
-        process = subprocess.Popen(command, cwd=cwd or root, env=variables, stdout=output, stderr=subprocess.STDOUT)
+        if FRESH if fresh is None else fresh:
+            command[:0] = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+            process = subprocess.Popen(command, cwd=cwd or root, env=variables, stdout=output, stderr=subprocess.STDOUT)
+        else:
+            process = preloaded.Forked(command, cwd or root, variables, log)
     return Running(process, log)
 
 
@@ -172,12 +184,23 @@ def read_config(folder: str | Path, config: str = "config") -> dict:
 def model_family(folder: str | Path, config: str = "config") -> str:
     """Family of tiny_model.py for the model that a recipe names. Raises LaunchError, listing them, for another one."""
     name = str(read_config(folder, config).get("model_name_or_path"))
+    if name in tiny_model.PUBLISHED:
+        return tiny_model.PUBLISHED[name][0]
     described = Path(folder) / name / "config.json"
     kind = json.loads(described.read_text(encoding="utf-8"))["model_type"] if described.is_file() else name
     for part, family in FAMILIES.items():
         if part in kind.lower():
             return family
     raise LaunchError(f"there is no tiny model like {name}: known are {', '.join(sorted(tiny_model.FAMILIES))}")
+
+
+def own_strategy(folder: str | Path, config: str = "config") -> str:
+    """The strategy of the launch line in the head of a recipe's YAML. Raises LaunchError where there is none."""
+    file = Path(folder) / f"{config}.yaml"
+    named = re.search(r"^#.* accelerate_configs/(\w+)\.yaml", file.read_text(encoding="utf-8"), re.MULTILINE)
+    if named is None:
+        raise LaunchError(f"the head of {file} has no launch line with a file of accelerate_configs/")
+    return named[1]
 
 
 def tiny_rows(path: Path, folder: str | Path, config: str = "config", count: int = 24) -> Path:

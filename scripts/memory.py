@@ -661,18 +661,15 @@ def settings_of(launch) -> Settings:
     )
 
 
-MODELS = {
-    "gpt-oss-20b": ("gpt-oss", "20b"),
-    "gpt-oss-120b": ("gpt-oss", "120b"),
-    "llama-3.2-1b": ("llama", "1b"),
-    "qwen3-8b-invoice": ("qwen3", "8b"),
-}
+def recipes() -> list[str]:
+    """The names of the shipped recipes."""
+    return sorted(path.parent.name for path in (ROOT / "recipes").glob("*/train.py"))
 
 
 @functools.cache
 def real_config(family: str, size: str, layers: int | None = None):
     """The config of a published model, from tiny_model.REAL: nothing is downloaded."""
-    return tiny_model.build_real_config(family, size, tiny_model.build_tokenizer(family), layers)
+    return tiny_model.build_real_config(family, size, tiny_model.build_tokenizer(family), layers).get_text_config()
 
 
 def of_recipe(recipe: str, name: str = "config", world: int = 1, local: int = 1):
@@ -683,7 +680,7 @@ def of_recipe(recipe: str, name: str = "config", world: int = 1, local: int = 1)
         fields = {field.name for field in dataclasses.fields(kind)}
         return {key: value for key, value in values.items() if key in fields}
 
-    config = real_config(*MODELS[recipe])
+    config = real_config(*tiny_model.PUBLISHED[values["model_name_or_path"]])
     training = SFTConfig(**chosen(SFTConfig) | {"use_cpu": True, "output_dir": "unused"})
     settings = settings_from(config, ModelConfig(**chosen(ModelConfig)), training, "single", world, local)
     return config, dataclasses.replace(settings, stored="bfloat16")
@@ -714,7 +711,7 @@ def summary(lines: list[dict]) -> str:
 
 
 def memory_peak_table(report: dict) -> str:
-    """The README's table of predicted against measured peaks, from a file that `--compare` has completed."""
+    """The table of predicted against measured peaks, from a file that `--compare` has completed."""
     lines, groups = [line for line in report["settings"] if "measured" in line], {}
     for line in lines:
         method = line["name"].split(", ")[2]  # measure_memory.campaign makes the name
@@ -765,7 +762,7 @@ def _print_table(arguments) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compare", type=Path, metavar="FILE", help="a file that measure_memory.py wrote")
-    parser.add_argument("--recipe", choices=sorted(MODELS), help="print every strategy for this recipe")
+    parser.add_argument("--recipe", choices=recipes(), help="print every strategy for this recipe")
     parser.add_argument("--config", default="config", help="another configuration of the recipe, such as lora")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs in all, eight a host; default 1")
     parser.add_argument("--gpu-gib", type=float, default=80, help="memory of a GPU; default 80")

@@ -1,4 +1,4 @@
-"""What fits where: each recipe on 1, 2, 4 and 8 GPUs of common sizes, for the README's table; from memory.py.
+"""What fits where: each recipe on 1, 2, 4 and 8 GPUs of common sizes, for docs/memory.md; from memory.py.
 
     python scripts/memory_chooser.py       # writes docs/memory_chooser.json, some minutes; then scripts/result_tables.py
 
@@ -24,12 +24,7 @@ HOST_PER_GPU = 128 * 2**30  # bytes of host memory for each GPU
 # Share of a GPU that a sharded run must leave free: on two GPUs the five such predictions held against measured runs were
 # 4 to 24 % below what the allocator had reserved (memory.py's docstring), for buffers and fragments that are not traced.
 SHARDED_MARGIN = 0.10
-CONFIGS = {
-    "llama-3.2-1b": ("config", "lora", "qlora"),
-    "qwen3-8b-invoice": ("config", "lora", "qlora"),
-    "gpt-oss-20b": ("config", "qlora"),
-    "gpt-oss-120b": ("config", "qlora"),
-}
+CONFIGS = ("config", "lora", "qlora")  # in this order, where the recipe has them
 
 
 def fitting_strategies(recipe: str) -> list[str]:
@@ -44,7 +39,9 @@ def cell(recipe: str, world: int, gpu_bytes: int) -> dict | None:
     names = [name for name in fitting_strategies(recipe) if (name == "single") == (world == 1)]
     if world == 1 and "zero3_offload" in fitting_strategies(recipe):
         names.append("zero3_offload")
-    for name in CONFIGS[recipe]:
+    for name in CONFIGS:
+        if not (ROOT / "recipes" / recipe / f"{name}.yaml").is_file():
+            continue
         config, settings = memory.of_recipe(recipe, name, world, world)
         for strategy in names:
             if settings.load_in_4bit and recipe.startswith("gpt-oss") and strategy not in ("single", "ddp"):
@@ -67,7 +64,7 @@ def choose(recipe: str) -> list[dict]:
 
 
 def chooser_table(report: dict) -> str:
-    """The README's table: recipes by GPUs down, memory of a GPU across."""
+    """The table: recipes by GPUs down, memory of a GPU across."""
     lines = [f"| recipe | GPUs | {' | '.join(f'{gb} GB' for gb in GPUS)} |", f"|---|---|{'---|' * len(GPUS)}"]
     for recipe, cells in report["recipes"].items():
         for world in WORLDS:
@@ -94,7 +91,7 @@ def chooser_table(report: dict) -> str:
 
 def main() -> int:
     report = {"recipes": {}}
-    for recipe in CONFIGS:
+    for recipe in memory.recipes():
         report["recipes"][recipe] = choose(recipe)
         print(recipe, "done", flush=True)
     FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

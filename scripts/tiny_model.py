@@ -8,8 +8,8 @@
     python scripts/tiny_model.py qwen3 models/random-qwen3-8b --size 8b --dtype bfloat16
 
 The folder loads with `AutoModelForCausalLM` and `AutoTokenizer`. What a recipe or a test can stumble over is as
-published (Llama-3.2-1B-Instruct, Qwen3-8B, Qwen3.8-27B, gpt-oss-20b): special tokens, stop and pad tokens, chat template, bos, tied
-or untied head, attention layout, router loss weight, MXFP4 layout. Ids, sizes and weights are not: the weights are
+published by the models in PUBLISHED: special tokens, stop and pad tokens, chat template, bos, tied or untied head,
+attention layout, router loss weight, MXFP4 layout. Ids, sizes and weights are not: the weights are
 random, and the vocabulary is 256 bytes, some 150 merges and the special tokens. Unlike Qwen3's own tokenizer, which
 puts text into NFC, all three give back any text unchanged.
 
@@ -22,6 +22,7 @@ import argparse
 import copy
 import importlib.util
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -41,6 +42,8 @@ MERGES_TEXT = """A tiny model learns from a tiny text. The answer is a short sen
 You are a helpful assistant. Read the receipt, then answer in JSON with the company, the date and the total.
 The user asks; the assistant answers; the system says how. What was trained is saved, and what was saved is loaded.
 """
+LLAMA_SPECIAL = "<|begin_of_text|> <|end_of_text|> <|finetune_right_pad_id|> <|start_header_id|> <|end_header_id|> "
+LLAMA_SPECIAL += "<|eom_id|> <|eot_id|> <|python_tag|>"
 QWEN_VISION = ("object_ref_start", "object_ref_end", "box_start", "box_end", "quad_start", "quad_end", "vision_start")
 QWEN_VISION += ("vision_end", "vision_pad", "image_pad", "video_pad")
 QWEN_CODE = ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")
@@ -53,13 +56,49 @@ QWEN_STOP = {"bos": "<|endoftext|>", "eos": ["<|im_end|>", "<|endoftext|>"], "pa
 FAMILIES = {
     "llama": {
         "template": "llama3_2.jinja",
-        "special": "<|begin_of_text|> <|end_of_text|> <|finetune_right_pad_id|> <|start_header_id|> <|end_header_id|> "
-        "<|eom_id|> <|eot_id|> <|python_tag|>",
+        "special": LLAMA_SPECIAL,
         "plain": "",
         "tokenizer": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "model_max_length": 131072},
         "config": {"bos": "<|begin_of_text|>", "eos": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]},
         "generation": {"bos": "<|begin_of_text|>", "eos": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]},
         "sampling": {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+    },
+    "llama-base": {  # Llama 3.1: as above, but with no chat template, and it stops at the end of text alone
+        "model_type": "llama",
+        "template": None,
+        "special": LLAMA_SPECIAL,
+        "plain": "",
+        "tokenizer": {
+            "bos_token": "<|begin_of_text|>",
+            "eos_token": "<|end_of_text|>",
+            "model_max_length": 131072,
+        },
+        "config": {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>"},
+        "generation": {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>"},
+        "sampling": {"do_sample": True, "temperature": 0.6, "top_p": 0.9},
+    },
+    "qwen2": {  # Qwen2.5, the base models
+        "template": "qwen2_5.jinja",
+        "special": QWEN_SPECIAL,
+        "plain": "<tool_call> </tool_call> " + " ".join(f"<|{name}|>" for name in QWEN_CODE),
+        "tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "model_max_length": 131072},
+        "config": {"bos": "<|endoftext|>", "eos": "<|endoftext|>"},
+        "generation": {"bos": "<|endoftext|>", "eos": "<|endoftext|>"},
+        "sampling": {"do_sample": False},
+    },
+    "olmo3": {
+        "template": "olmo3.jinja",
+        "special": "<|endoftext|> <|pad|>",
+        "plain": "<|im_start|> <|im_end|> <functions> </functions> <function_calls> </function_calls>",
+        "tokenizer": {
+            "bos_token": "<|endoftext|>",
+            "eos_token": "<|endoftext|>",
+            "pad_token": "<|pad|>",
+            "model_max_length": 65536,
+        },
+        "config": {"eos": "<|endoftext|>", "pad": "<|pad|>"},
+        "generation": {"eos": ["<|im_end|>", "<|endoftext|>"], "pad": "<|pad|>"},
+        "sampling": {"do_sample": True, "temperature": 0.6, "top_p": 0.95},
     },
     "qwen3": {
         "template": "qwen3.jinja",
@@ -106,6 +145,19 @@ MXFP4_SECTION = {
 # Published dimensions, by family and size. Sources: config.json of the models named in `build_real_config`.
 LLAMA_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
 LLAMA_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA31_ROPE = LLAMA_ROPE | {"factor": 8.0}
+OLMO3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+    "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+}
 QWEN_ROPE = {"rope_type": "default", "rope_theta": 1000000.0}
 QWEN3_5_ROPE = {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
 QWEN3_5_ROPE |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
@@ -135,6 +187,56 @@ REAL = {
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_parameters": LLAMA_ROPE,
+    },
+    ("llama", "3b"): {
+        "num_hidden_layers": 28,
+        "vocab_size": 128256,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": LLAMA_ROPE,
+    },
+    ("llama-base", "8b"): {
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": LLAMA31_ROPE,
+    },
+    ("qwen2", "3b"): {
+        "num_hidden_layers": 36,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+        "rope_parameters": QWEN_ROPE,
+    },
+    ("olmo3", "7b"): {
+        "num_hidden_layers": 32,  # three with a sliding window, then one without
+        "vocab_size": 100278,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": OLMO3_ROPE,
     },
     ("qwen3", "8b"): {
         "num_hidden_layers": 36,
@@ -168,18 +270,45 @@ REAL = {
     },
 }
 
+# Name on the Hub -> family and size.
+PUBLISHED = {
+    "openai/gpt-oss-20b": ("gpt-oss", "20b"),
+    "openai/gpt-oss-120b": ("gpt-oss", "120b"),
+    "meta-llama/Llama-3.2-1B-Instruct": ("llama", "1b"),
+    "meta-llama/Llama-3.2-3B-Instruct": ("llama", "3b"),
+    "meta-llama/Llama-3.1-8B": ("llama-base", "8b"),
+    "Qwen/Qwen2.5-3B": ("qwen2", "3b"),
+    "Qwen/Qwen3-8B": ("qwen3", "8b"),
+    "Qwen/Qwen3.8-27B": ("qwen3_5", "27b"),
+    "allenai/Olmo-3-7B-Instruct-SFT": ("olmo3", "7b"),
+}
 
-def stock_chat_template(family: str) -> str:
-    """Return the family's published chat template, as the installed TRL ships it.
 
-    TRL exchanges a template for its training variant only when the text is the same to the last byte. Raises
-    ExportError when TRL is not installed. Source: trl/chat_templates/.
+def model_type(family: str) -> str:
+    """The `model_type` of the family's config."""
+    return FAMILIES[family].get("model_type", family.replace("-", "_"))
+
+
+def stock_chat_template(family: str) -> str | None:
+    """Return the family's published chat template, as the installed TRL ships it; None for a base model without one.
+
+    TRL exchanges a template for its training variant only when the text is the same to the last byte. It has none of
+    Olmo 3: there it is the recipe's own without its tags. Raises ExportError when TRL is not installed. Source:
+    trl/chat_templates/.
     """
+    name = FAMILIES[family]["template"]
+    if name is None:
+        return None
+    if family == "olmo3":
+        own = Path(__file__).resolve().parent.parent / "recipes" / "olmo-3-7b" / name
+        text = re.sub(r"\{#.*?#\}", "", own.read_text(encoding="utf-8"), flags=re.DOTALL)
+        return re.sub(r"\{%- (end)?generation %\}", "{#- #}", text)  # an empty comment trims as the tag does
     spec = importlib.util.find_spec("trl")  # finds the folder without the seconds that importing TRL takes
     if spec is None:
         raise ExportError("The chat templates come from TRL, which is not installed: pip install -r requirements.txt")
-    path = Path(spec.submodule_search_locations[0]) / "chat_templates" / FAMILIES[family]["template"]
-    return path.read_text(encoding="utf-8")
+    text = Path(spec.submodule_search_locations[0], "chat_templates", name).read_text(encoding="utf-8")
+    # Of Qwen2.5 TRL ships the Instruct models'; the base models' has a shorter system message.
+    return text.replace("You are Qwen, created by Alibaba Cloud. ", "") if family == "qwen2" else text
 
 
 def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
@@ -200,7 +329,7 @@ def build_tokenizer(family: str) -> PreTrainedTokenizerFast:
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
     post = [processors.ByteLevel(trim_offsets=False)]
-    if family == "llama":
+    if model_type(family) == "llama":
         bos = facts["tokenizer"]["bos_token"]
         post.append(
             processors.TemplateProcessing(
@@ -243,6 +372,17 @@ def build_config(family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 
     if family == "llama":
         specific = {"intermediate_size": 2 * hidden, "tie_word_embeddings": True, "max_position_embeddings": 131072}
         specific |= {"rms_norm_eps": 1e-5, "head_dim": hidden // 4, "rope_parameters": LLAMA_ROPE}
+    elif family == "llama-base":
+        specific = {"intermediate_size": 2 * hidden, "tie_word_embeddings": False, "max_position_embeddings": 131072}
+        specific |= {"rms_norm_eps": 1e-5, "head_dim": hidden // 4, "rope_parameters": LLAMA31_ROPE}
+    elif family == "qwen2":
+        specific = {"intermediate_size": 2 * hidden, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+        specific |= {"rope_parameters": QWEN_ROPE}
+    elif family == "olmo3":
+        specific = {"intermediate_size": 2 * hidden, "tie_word_embeddings": False, "max_position_embeddings": 65536}
+        specific |= {"rms_norm_eps": 1e-6, "sliding_window": 8, "rope_parameters": copy.deepcopy(OLMO3_ROPE)}
+        # Published are three layers with a sliding window, then one without: both kinds within two layers here.
+        specific["layer_types"] = (["sliding_attention", "full_attention"] * layers)[:layers]
     elif family == "qwen3":
         specific = {"intermediate_size": 2 * hidden, "tie_word_embeddings": False, "max_position_embeddings": 40960}
         specific |= {"head_dim": 16, "rope_parameters": QWEN_ROPE}
@@ -259,21 +399,21 @@ def build_config(family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 
     else:
         specific = {"intermediate_size": hidden, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
         specific |= {"sliding_window": 8, "router_aux_loss_coef": 0.9}
-    return AutoConfig.for_model(family.replace("-", "_"), **common, **specific)
+    return AutoConfig.for_model(model_type(family), **common, **specific)
 
 
 def build_real_config(family: str, size: str, tokenizer: PreTrainedTokenizerFast, layers: int | None = None):
     """Return the config of a published model in its real dimensions, with `layers` layers if given.
 
-    Source: config.json of openai/gpt-oss-20b and -120b, meta-llama/Llama-3.2-1B-Instruct, Qwen/Qwen3-8B and
-    Qwen/Qwen3.8-27B; what is not named here is the family's default. Token ids are those of the tiny tokenizer.
+    Source: config.json of the models in PUBLISHED; what is not named here is the family's default. Token ids are those of
+    the tiny tokenizer.
     """
     dimensions = copy.deepcopy(REAL[family, size])
     text = dimensions.get("text_config", dimensions)  # nested where the model reads images, too
     text |= token_ids(tokenizer, FAMILIES[family]["config"])
     if layers:
         text["num_hidden_layers"] = layers
-    return AutoConfig.for_model(family.replace("-", "_"), **dimensions)
+    return AutoConfig.for_model(model_type(family), **dimensions)
 
 
 def random_mxfp4_weights(folder: Path, config, seed: int = 0, **options) -> int:
@@ -387,7 +527,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, help="default 2, or the published number with --size")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden", type=int, help="hidden size, a multiple of 32; default 64")
-    parser.add_argument("--size", choices=["tiny", *(size for _, size in REAL)], default="tiny", help="real dimensions")
+    parser.add_argument(
+        "--size", choices=["tiny", *dict.fromkeys(size for _, size in REAL)], default="tiny", help="real dimensions"
+    )
     args = parser.parse_args(argv)
     try:
         print(write_tiny_model(**vars(args)))

@@ -14,11 +14,14 @@ import launching
 import pytest
 import tiny_model
 import transformers.utils.chat_template_utils as templates
+import trl
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/train.py"))
-END = {"gpt-oss": "<|return|>", "llama": "<|eot_id|>", "qwen3": "<|im_end|>"}
+END = {"gpt-oss": "<|return|>", "llama": "<|eot_id|>", "llama-base": "<|eot_id|>", "olmo3": "<|endoftext|>"}
+END |= {"qwen2": "<|im_end|>", "qwen3": "<|im_end|>"}
 
 
 class Caught(Exception):
@@ -102,7 +105,9 @@ def test_labels_are_the_answers_with_their_end_of_turn(recipe, models, tmp_path,
         assert len(parts) == len(answers), parts
         for number, (part, message) in enumerate(zip(parts, answers, strict=True)):
             last = number == len(answers) - 1
-            if family == "gpt-oss":
+            if family == "olmo3":
+                assert part == message["content"] + (END[family] if last else "<|im_end|>")
+            elif family == "gpt-oss":
                 thought = (
                     ""
                     if not (last and "thinking" in message)
@@ -118,10 +123,12 @@ def test_labels_are_the_answers_with_their_end_of_turn(recipe, models, tmp_path,
 def test_the_prompt_of_inference_is_the_unlabelled_start_of_the_row(recipe, models, tmp_path, monkeypatch):
     trainer, rows = prepared(recipe, models, tmp_path, monkeypatch)
     settings = launching.read_config(ROOT / "recipes" / recipe, "config")
-    # In use there is the stock template, with the date and the mode that the recipe pins.
+    # In use there is the stock template, with the date and the mode that the recipe pins; the recipe's where it pins
+    # the date, and for a base model, which has none.
     stock = AutoTokenizer.from_pretrained(trainer.model.config._name_or_path)
-    template = Path(ROOT / "recipes" / recipe / "gpt_oss.jinja")
-    kwargs = settings["chat_template_kwargs"] | ({"chat_template": template.read_text()} if template.is_file() else {})
+    kwargs = dict(settings.get("chat_template_kwargs", {}))
+    if stock.chat_template is None or "current_date" in kwargs:
+        kwargs["chat_template"] = (ROOT / "recipes" / recipe / settings["chat_template_path"]).read_text()
     for row, made in zip(rows, trainer.train_dataset, strict=True):
         start = next(i for i, label in enumerate(made["labels"]) if label != -100)
         prompt = row["messages"][: [message["role"] for message in row["messages"]].index("assistant")]
@@ -167,10 +174,16 @@ def test_the_clock_does_not_enter_the_rows(recipe, models, tmp_path, monkeypatch
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize(("recipe", "file"), [("gpt-oss-20b", "gpt_oss.jinja"), ("llama-3.2-1b", "llama3_2.jinja")])
-def test_training_templates_render_the_stock_text(recipe, file, models):
-    tokenizer = AutoTokenizer.from_pretrained(models[launching.model_family(ROOT / "recipes" / recipe)])
-    template = (ROOT / "recipes" / recipe / file).read_text(encoding="utf-8")
+TEMPLATES = sorted(path.relative_to(ROOT / "recipes") for path in (ROOT / "recipes").glob("*/*.jinja"))
+
+
+@pytest.mark.parametrize("file", TEMPLATES, ids=str)
+def test_training_templates_render_the_stock_text(file, models):
+    family = launching.model_family(ROOT / "recipes" / file.parent)
+    tokenizer = AutoTokenizer.from_pretrained(models[family])
+    if tokenizer.chat_template is None:  # a base model: Llama 3's own
+        tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "llama3.jinja").read_text()
+    template = (ROOT / "recipes" / file).read_text(encoding="utf-8")
     call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "total"}}}
     ask, answer = {"role": "user", "content": "What? "}, {"role": "assistant", "content": " That. "}
     tool = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
@@ -178,7 +191,7 @@ def test_training_templates_render_the_stock_text(recipe, file, models):
         [ask, answer],
         [{"role": "system", "content": "Be short."}, ask, answer, ask, answer],
         [ask, answer | {"thinking": "Hm."}],
-        [ask, *tool, answer],
+        *([] if family == "olmo3" else [[ask, *tool, answer]]),  # which refuses tools, see below
         [ask],
     ):
         for prompt in (False, True):
@@ -187,3 +200,19 @@ def test_training_templates_render_the_stock_text(recipe, file, models):
                 for one in (None, template)
             ]
             assert texts[0] == texts[1]
+
+
+def test_olmo_turns_are_those_of_the_published_model(models):
+    """The text that transformers' own test of Olmo-3-7B-Instruct expects, and an answer; TRL ships no such template."""
+    tokenizer = AutoTokenizer.from_pretrained(models["olmo3"])
+    template = (ROOT / "recipes" / "olmo-3-7b" / "olmo3.jinja").read_text(encoding="utf-8")
+    ask, answer = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}
+    text = tokenizer.apply_chat_template([ask, answer, ask, answer], chat_template=template, tokenize=False)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful function-calling AI assistant. You do not currently have access to any "
+        "functions. <functions></functions><|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nI."
+        "<|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nI.<|endoftext|>"
+    )
+    with pytest.raises(TemplateError, match="tools"):
+        tool = {"role": "tool", "content": "5"}
+        tokenizer.apply_chat_template([ask, tool], chat_template=template, tokenize=False)

@@ -143,7 +143,8 @@ def test_the_campaign_covers_what_it_must():
     """At least 24 settings: four models, full and three lighter ways, both checkpointing, three lengths, three attentions."""
     settings = [(family, size, one) for family, size, _, one in measure_memory.campaign().values()]
     assert len(settings) >= 24
-    assert {(family, size) for family, size, _ in settings} == set(memory.MODELS.values())
+    models = {("llama", "1b"), ("qwen3", "8b"), ("gpt-oss", "20b"), ("gpt-oss", "120b")}
+    assert {(family, size) for family, size, _ in settings} >= models
     assert {one.attention for *_, one in settings} == {"eager", "sdpa", "flash_attention_4"}
     assert {one.length for *_, one in settings} >= {1024, 2048, 4096}
     assert {one.checkpointing for *_, one in settings} == {True, False}

@@ -5,38 +5,42 @@ strategies that they fit, in fp32 and in the shipped precision, the other config
 docs/strategy_matrix.json.
 """
 
-import re
 from pathlib import Path
 
+import launching
 import pytest
 import smoke
 import strategy_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/train.py"))
-OWN = {"gpt-oss-20b": "ddp", "gpt-oss-120b": "fsdp", "llama-3.2-1b": "zero2", "qwen3-8b-invoice": "zero3"}
-QUICK = {*OWN.items(), ("llama-3.2-1b", "single"), ("qwen3-8b-invoice", "zero1"), ("gpt-oss-120b", "zero3_offload")}
+# Each recipe under its own strategy, beside the one process that it is compared with; and the strategies that are no
+# recipe's own.
+QUICK = {(recipe, launching.own_strategy(ROOT / "recipes" / recipe)) for recipe in RECIPES}
+QUICK |= {("llama-3.2-1b", "single"), ("qwen3-8b-invoice", "zero1"), ("gpt-oss-120b", "zero3_offload")}
 
 
-def named_strategy(recipe: str, config: Path) -> str:
-    """The strategy of the launch line in a configuration's head; ddp in place of one process."""
-    named = re.search(r"accelerate_configs/(\w+)\.yaml", config.read_text(encoding="utf-8"))[1]
-    return "ddp" if named == "single" and "ddp" in smoke.fitting(config.parent) else named
+def precisions_of(config: Path) -> list[str]:
+    """The precisions to try: with a 4-bit base there is no fp32."""
+    packed = launching.read_config(config.parent, config.stem).get("load_in_4bit")
+    return ["shipped"] if packed else [*smoke.TOLERANCE]
 
 
 def cells():
     """(recipe, configuration, strategy, precision), the quick ones unmarked, those of one bench in a row."""
     for recipe in RECIPES:
         folder = ROOT / "recipes" / recipe
-        for precision in smoke.TOLERANCE:
+        precisions = precisions_of(folder / "config.yaml")
+        for precision in precisions:
             for strategy in smoke.fitting(folder):
-                quick = precision == "fp32" and (recipe, strategy) in QUICK
+                quick = precision == precisions[0] and (recipe, strategy) in QUICK
                 marks = [] if quick else [pytest.mark.matrix]
                 yield pytest.param(recipe, "config", strategy, precision, marks=marks)
         for config in sorted(path for path in folder.glob("*.yaml") if path.stem != "config"):
-            strategy = named_strategy(recipe, config)
-            packed = "\nload_in_4bit: true" in config.read_text(encoding="utf-8")
-            for precision in ["shipped"] if packed else smoke.TOLERANCE:
+            strategy = launching.own_strategy(folder, config.stem)
+            if strategy == "single" and "ddp" in smoke.fitting(folder):
+                strategy = "ddp"  # one process is what it is compared with
+            for precision in precisions_of(config):
                 yield pytest.param(recipe, config.stem, strategy, precision, marks=pytest.mark.matrix)
 
 

@@ -10,10 +10,11 @@ import time
 import numpy as np
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import TrainerCallback
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available
 from trl.trainer.utils import get_peak_flops
 
-from ranks import environment, say
+from ranks import environment, is_main, say
 
 
 def choose_attention(config, training_args, asked: str | None = None) -> str:
@@ -92,17 +93,18 @@ def flops_per_token(config, lengths: np.ndarray, trained: str) -> float:
     return {"full": 6 * total, "lora": 4 * total, "expert_lora": 4 * total + 2 * gated}[trained] + 3 * scores
 
 
-class Pace:
+class Pace(TrainerCallback):
     """Tokens a second, MFU, seconds a step and memory since the last log, from what TRL has counted already.
 
     TRL's `num_tokens` is the tokens of all ranks that are no padding, which it reads from the device for its own log:
-    nothing here waits for the device. A pause (evaluation, a save) is left out by `pause()`.
+    nothing here waits for the device. Evaluations and saves are left out. It adds to the log before others read it.
 
     config: the model's. lengths: tokens of each document of the training data. labelled: share of the tokens that carry
     a label. trained: full, lora or expert_lora.
     """
 
     def __init__(self, config, lengths: np.ndarray, labelled: float, trained: str, device: torch.device):
+        self.seconds, self.rates = [], []  # of a step, and tokens in one, of each logged stretch
         self.flops, self.labelled, self.cuda = (
             flops_per_token(config, lengths, trained),
             labelled,
@@ -111,8 +113,14 @@ class Pace:
         self.peak = get_peak_flops(torch.cuda.get_device_name(device), "bfloat16") if self.cuda else None
         self.pause()
 
-    def pause(self) -> None:
+    def pause(self, *_, **__) -> None:
         self.last = None  # the time since then says nothing about training
+
+    on_evaluate = on_save = pause
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if is_main():
+            logs |= self.measure(state.global_step, logs)
 
     def measure(self, step: int, logs: dict) -> dict:
         """The keys to add to one line of the log; the first line after a pause has the memory only."""
@@ -120,6 +128,8 @@ class Pace:
         if self.last and tokens is not None and step > self.last[1]:
             seconds = now - self.last[0]
             rate = (tokens - self.last[2]) / seconds
+            self.seconds.append(seconds / (step - self.last[1]))
+            self.rates.append(rate)
             added = {
                 "step_seconds": round(seconds / (step - self.last[1]), 4),
                 "tokens_per_second": round(rate, 1),

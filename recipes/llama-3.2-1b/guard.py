@@ -31,6 +31,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl import get_peft_config
 
 import inputs
+import run_log
 from ranks import RUN, agree, environment, exchange, on_exception
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "datasets", "bitsandbytes")
@@ -93,6 +94,7 @@ def check_launch(parser, script: str, strategies: tuple[str, ...]) -> None:
     """
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts; saves some GB
     sys.excepthook = on_exception
+    run_log.mark("imported")
     agree("launch", launch_problem(parser, script, strategies))
     RUN["script"], RUN["strategies"] = script, strategies
     RUN["versions"] = {name: version(name) for name in PACKAGES}
@@ -117,8 +119,13 @@ def version(name: str) -> str | None:
 # ------------------------------------------------------------------------------------------------------- the memory
 
 
-def state_bytes(config, model_args, optim: str, strategy: str, world: int) -> float:
-    """Bytes per GPU of weights, gradients and optimizer, from the model's config alone; activations come on top."""
+def state_bytes(config, model_args, optim: str, strategy: str, world: int, host: bool = False) -> float:
+    """Bytes per GPU of weights, gradients and optimizer, from the model's config alone; activations come on top.
+
+    host: instead, the bytes of host memory per process that they take under zero3_offload, which keeps all of it there.
+    """
+    if host != (strategy == "zero3_offload"):
+        return 0.0
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -143,8 +150,7 @@ def state_bytes(config, model_args, optim: str, strategy: str, world: int) -> fl
     over = {"fsdp": (1, 1, 1), "zero1": (0, 0, 1), "zero2": (0, 1, 1), "zero3": (1, 1, 1), "zero3_offload": (1, 1, 1)}
     w, g, o = (world if sharded else 1 for sharded in over.get(strategy, (0, 0, 0)))
     if strategy.startswith("zero"):  # bf16 copies are trained beside fp32 masters
-        on_gpu = 0 if strategy == "zero3_offload" else (4 + moments) / o
-        return frozen / w + trained * (2 / w + 2 / g + on_gpu)
+        return frozen / w + trained * (2 / w + 2 / g + (4 + moments) / o)
     kept = 2 if element == 2 and not frozen and strategy != "fsdp" else 4  # FSDP2 and peft keep what trains in fp32
     return frozen / w + trained * (kept / w + kept / g + moments / o)
 
@@ -153,7 +159,8 @@ def memory_problem(config, model_args, training_args) -> str | None:
     """Whether weights, gradients and optimizer can fit each GPU, and the host while it dequantizes MXFP4."""
     world, local = environment("WORLD_SIZE", 1), environment("LOCAL_WORLD_SIZE", 1)
     name, gib = model_args.model_name_or_path, 2**30
-    need = state_bytes(config, model_args, str(training_args.optim), RUN["strategy"], world)
+    optim, offloads = str(training_args.optim), RUN["strategy"] == "zero3_offload"
+    need = RUN["state_bytes"] = state_bytes(config, model_args, optim, RUN["strategy"], world, offloads)
     free, stored = psutil.virtual_memory().available, getattr(config, "quantization_config", None) or {}
     host = 2 * RUN["parameters"] * local
     if stored.get("quant_method") == "mxfp4" and host > free:
@@ -173,11 +180,10 @@ def memory_problem(config, model_args, training_args) -> str | None:
             f"each of the {local} processes of this machine would hold {name} in fp32, {2 * host / gib:.0f} GiB of host "
             f"memory together; {free / gib:.0f} GiB are free. Add `--dtype bfloat16`: FSDP2 keeps fp32 masters of its shards."
         )
-    have = (
-        torch.cuda.get_device_properties(training_args.device).total_memory
-        if training_args.device.type == "cuda"
-        else need
-    )
+    if training_args.device.type != "cuda":
+        return None
+    gpu = torch.cuda.get_device_properties(training_args.device).total_memory
+    have = free / local if offloads else gpu
     if need <= have:
         return None
     fits = []
@@ -189,13 +195,15 @@ def memory_problem(config, model_args, training_args) -> str | None:
         for strategy in dict.fromkeys((RUN["strategy"], "fsdp", "zero3", "zero3_offload")):
             if (
                 strategy in RUN["strategies"]
-                and state_bytes(config, other, str(training_args.optim), strategy, world) <= have
+                and state_bytes(config, other, optim, strategy, world) <= gpu
+                and state_bytes(config, other, optim, strategy, world, host=True) <= free / local
             ):
                 fits.append(f"--config {file.stem} under {strategy}.yaml")
                 break
     return (
-        f"{name} needs {need / gib:.0f} GiB per GPU under {RUN['strategy']} with {world} process(es) for weights, "
-        f"gradients and optimizer alone; this GPU has {have / gib:.0f} GiB. "
+        f"{name} needs {need / gib:.0f} GiB {'of host memory ' if offloads else ''}per GPU under {RUN['strategy']} with "
+        f"{world} process(es) for weights, gradients and optimizer alone; "
+        + (f"{have / gib:.0f} GiB are free for each. " if offloads else f"this GPU has {have / gib:.0f} GiB. ")
         + (f"What fits here: {'; '.join(fits)}." if fits else "Use more GPUs, or a smaller model.")
     )
 

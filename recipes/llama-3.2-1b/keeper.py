@@ -30,6 +30,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import run_log
 import speed
 from guard import memory_problem
 from inputs import COUNTS, GIVEN, PATH_KEYS
@@ -216,8 +217,11 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
     config = AutoConfig.from_pretrained(name, revision=model_args.model_revision).get_text_config()
     agree("memory", memory_problem(config, model_args, training_args))
 
+    agree("trackers", run_log.trackers_problem(training_args))
     if token := training_args.hub_token:  # the trainer writes its arguments, whole, into every checkpoint
         os.environ["HF_TOKEN"], training_args.hub_token = token, None
+        sys.argv = [word.replace(token, "***") for word in sys.argv]  # trackers keep the command line
+    sys.argv = [re.sub(SECRET, "***", word) for word in sys.argv]
     RUN["folder"] = folder = Path(training_args.output_dir)
     problem, earlier, reasons = None, {}, {}
     if is_main():
@@ -287,6 +291,9 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
         **GIVEN,
     }
     record()
+    run_log.mark("opened")
+    run_log.quiet_libraries()
+    say(f"reading {script_args.dataset_name} and loading {name} ...")
 
 
 def watch(trainer) -> None:
@@ -297,6 +304,7 @@ def watch(trainer) -> None:
     missed = [target for target in asked if not any(name.endswith(target) for name in found)]
     problem = f"lora_target_parameters: {', '.join(missed)} is no parameter of this model and would be left out."
     agree("adapted", problem if missed else None)
+    run_log.mark("rows and model")
 
     rows, tokens, labelled, digest = trainer.train_dataset, 0, 0, xxhash.xxh3_128()
     lengths = []  # of the documents, for the count of operations
@@ -330,8 +338,10 @@ def watch(trainer) -> None:
     }
     dataset["lengths"] |= {"histogram": counts.tolist(), "edges": edges.round(1).tolist()}
     record(data=data, tokens=tokens, labelled_tokens=labelled, host_private_bytes=private, dataset=dataset)
-    pace = speed.Pace(trainer.model.config, lengths, labelled / tokens, trained, trainer.args.device)
-    trainer.add_callback(Watcher(trainer, pace))
+    RUN["pace"] = speed.Pace(trainer.model.config, lengths, labelled / tokens, trained, trainer.args.device)
+    RUN["tokens_per_row"] = tokens / len(rows)
+    run_log.attach(trainer, RUN["pace"])
+    trainer.add_callback(Watcher(trainer))  # the last one: on SIGTERM it ends the process
 
 
 def close_run(trainer, final: str) -> None:
@@ -358,5 +368,5 @@ def close_run(trainer, final: str) -> None:
         for file in Path(final).iterdir():  # safetensors writes 0600: colleagues could not read it
             file.chmod(file.stat().st_mode | (Path(final).stat().st_mode & 0o444))
     record(outcome="done", final=str(final), step=trainer.state.global_step)
-    say(f"done: {final}")
+    run_log.outcome(trainer, final)
     PartialState().wait_for_everyone()  # a rank that leaves while another still writes can abort it

@@ -33,8 +33,8 @@ def main():
 
     tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
     stock_template = tokenizer.chat_template
-    # Llama names no padding token; TRL would take the end of turn, which generation then could not stop at.
-    tokenizer.pad_token = "<|finetune_right_pad_id|>"
+    if tokenizer.pad_token is None:  # as Llama's; TRL would take the end of turn, where generation then could not stop
+        tokenizer.pad_token = "<|finetune_right_pad_id|>"
     train_rows, eval_rows = inputs.load_rows(script_args, training_args, recipe_args, tokenizer)
 
     training_args.model_init_kwargs = {
@@ -56,7 +56,8 @@ def main():
 
     if trainer.is_fsdp_enabled:  # checkpoints are sharded; the result is one whole model
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    tokenizer.chat_template = stock_template  # without the tags that only training needs
+    # Without the tags that only training needs. A base model has no template of its own: it gets the one it learned.
+    tokenizer.chat_template = stock_template or inputs.without_tags(tokenizer.chat_template)
     trainer.model.config.use_cache = True  # training switched it off, and generation would be many times slower
     final = str(Path(training_args.output_dir, "final"))
     trainer.save_model(final)

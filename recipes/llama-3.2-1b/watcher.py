@@ -19,8 +19,8 @@ import xxhash
 from accelerate import PartialState
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
-from transformers.integrations import INTEGRATION_TO_CALLBACK
 
+import run_log
 from guard import strategy_problem
 from ranks import MARK, RUN, agree, environment, exchange, is_main, record, say
 
@@ -41,6 +41,12 @@ def is_complete(checkpoint: Path) -> str | None:
         if found != size:
             return f"{name} is {'missing' if found is None else f'{found} bytes'}, expected {size} bytes"
     return None
+
+
+def listing(checkpoint: Path) -> dict[str, int]:
+    """The files of a checkpoint that this machine sees, but its mark: name -> bytes."""
+    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != MARK]
+    return {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
 
 
 def digests(checkpoint: Path, files: dict[str, int]) -> dict[str, str]:
@@ -130,7 +136,7 @@ def listen(target, name: str, heard) -> None:
 
 
 def tolerate(target, name: str) -> None:
-    """Make an error in `target.name` a warning: a tracker or an upload that fails must not cost the training."""
+    """Make an error in `target.name` a warning: an upload that fails must not cost the training."""
     method = getattr(target, name)
 
     @functools.wraps(method)
@@ -146,8 +152,8 @@ def tolerate(target, name: str) -> None:
 class Watcher(TrainerCallback):
     """Follows a training: metrics as lines of JSON, whole checkpoints, SIGTERM, numbers that are not finite."""
 
-    def __init__(self, trainer, pace):
-        self.trainer, self.pace, self.terminated = trainer, pace, False
+    def __init__(self, trainer):
+        self.trainer, self.terminated = trainer, False
         self.keep = trainer.args.save_total_limit
         self.losses, self.norm, self.batches, self.clock, self.warned = [], 0.0, ([], None), time.monotonic(), False
         trainer.args.save_total_limit = None  # the trainer removes old checkpoints before the new one has its mark
@@ -156,11 +162,6 @@ class Watcher(TrainerCallback):
         listen(trainer, "training_step", self.losses.append)
         listen(trainer, "_get_grad_norm", lambda norm: setattr(self, "norm", norm))
         tolerate(trainer, "_push_from_checkpoint")
-        trackers = tuple(INTEGRATION_TO_CALLBACK.values())
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, trackers):
-                for event in (name for name in dir(TrainerCallback) if name.startswith("on_")):
-                    tolerate(callback, event)
         signal.signal(signal.SIGTERM, self.on_sigterm)
 
     def on_sigterm(self, *_):
@@ -174,14 +175,7 @@ class Watcher(TrainerCallback):
             for group in list(dist.distributed_c10d._world.pg_map):
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.ddp_timeout), group)
         agree("disk", disk_problem(self.trainer, self.keep) if is_main() else None)
-        world = environment("WORLD_SIZE", 1)
-        cpu = " on CPU (gloo), from the same launch file" if args.device.type == "cpu" else ""
-        batch = args.train_batch_size * args.gradient_accumulation_steps * world
-        say(
-            f"strategy {RUN['strategy']} over {world} process(es){cpu}; global batch {batch} = "
-            f"{args.train_batch_size} x {args.gradient_accumulation_steps} x {world}; {state.max_steps} steps, of which "
-            f"{args.get_warmup_steps(state.max_steps)} warm-up"
-        )
+        run_log.plan(args, state, self.keep)
         if state.global_step >= state.max_steps:  # stopped between the last step and the result: the trainer looks at
             control.should_training_stop = True  # max_steps only after a step, so it is given none
             self.trainer.get_batch_samples = lambda *_: ([], None)
@@ -224,7 +218,6 @@ class Watcher(TrainerCallback):
         )
 
     def on_evaluate(self, args, state, control, metrics=None, **_):
-        self.pace.pause()
         self.clock = time.monotonic()
         if not math.isfinite((metrics or {}).get("eval_loss", 0)):
             agree(
@@ -233,14 +226,11 @@ class Watcher(TrainerCallback):
             )
 
     def on_save(self, args, state, control, **_):
-        self.pace.pause()
         PartialState().wait_for_everyone()
         folder = RUN["folder"] / f"checkpoint-{state.global_step}"
-        files = {
-            str(p.relative_to(folder)): p.stat().st_size
-            for p in sorted(folder.rglob("*"))
-            if p.is_file() and p.name != MARK
-        }
+        files = {}  # as all ranks see them together: a network file system may hide another machine's files for a while
+        for seen in exchange(f"files of {folder.name}", listing(folder)):
+            files |= {name: max(size, files.get(name, 0)) for name, size in seen.items()}
         content = digests(folder, files)
         if not is_main():
             return
@@ -271,7 +261,6 @@ class Watcher(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **_):
         if is_main():
-            logs |= self.pace.measure(state.global_step, logs)
             with open(RUN["folder"] / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, "time": time.time(), **logs}) + "\n")
 

@@ -11,6 +11,7 @@ import csv
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ import prepared
 
 FILE_KINDS = (".jsonl", ".json", ".csv", ".parquet")
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SPEAKERS = {"human": "user", "gpt": "assistant", "system": "system"}  # ShareGPT's names of them
 PATH_KEYS = ("output_dir", "chat_template_path", "schema_file", "dataset_name", "model_name_or_path")
 FIRST: int | None = None  # how many rows of each split are read; scripts that only look set it
 COUNTS: dict[str, dict] = {}  # what became of the rows, by split; scripts read it
@@ -232,7 +234,9 @@ def without_nulls(value):
 
 
 def chat(row: dict) -> dict:
-    """A row of the chat recipes: `messages`, or `prompt` and `completion` (message lists or strings)."""
+    """A row of the chat recipes: `messages`; `prompt` and `completion` (message lists or strings); ShareGPT's
+    `conversations`; or Alpaca's `instruction`, `input` and `output`. Raises KeyError and ValueError as `load_rows` says.
+    """
     if "messages" in row:
         return {"messages": without_nulls(row["messages"])}
     if "prompt" in row and "completion" in row:
@@ -241,7 +245,32 @@ def chat(row: dict) -> dict:
             side: [{"role": role, "content": row[side]}] if isinstance(row[side], str) else without_nulls(row[side])
             for side, role in sides.items()
         }
-    raise KeyError("`messages`, or `prompt` and `completion`")
+    if "conversations" in row:
+        return {"messages": sharegpt_messages(row["conversations"])}
+    if "instruction" in row and "output" in row:
+        asked = [text for text in (row["instruction"], row.get("input")) if text]
+        if not all(isinstance(text, str) for text in asked):
+            raise ValueError("`instruction` or `input` is no text")
+        answer = {"role": "assistant", "content": row["output"]}
+        return {"messages": [{"role": "user", "content": "\n\n".join(asked)}, answer]}
+    raise KeyError("`messages`; `prompt` and `completion`; `conversations`; or `instruction` and `output`")
+
+
+def sharegpt_messages(turns: list) -> list:
+    """Messages from ShareGPT's turns, which name their speaker `from` and their text `value`.
+
+    Templates render a role that they do not know as nothing, or as itself: an unknown speaker raises ValueError.
+    """
+    messages = []
+    if not isinstance(turns, list):
+        return turns  # check_conversation refuses it
+    for turn, told in enumerate(without_nulls(turns), 1):
+        if isinstance(told, dict) and "from" in told:
+            if told["from"] not in SPEAKERS:
+                raise ValueError(f"turn {turn} is from {told['from']!r}, expected one of {', '.join(SPEAKERS)}")
+            told = {"role": SPEAKERS[told["from"]], "content": told.get("value")}
+        messages.append(told)
+    return messages
 
 
 def check_conversation(row: dict) -> str | None:
@@ -342,6 +371,12 @@ def template_of(training_args, tokenizer) -> str:
     if training_args.assistant_only_loss and not has_generation_markers(template):
         template = get_training_chat_template(tokenizer)
     return template
+
+
+def without_tags(template: str) -> str:
+    """The chat template without its generation tags, which only training reads, and comments: it renders the same text."""
+    found = r"\{#(-?).*?(-?)#\}|\{%(-?)\s*(?:end)?generation\s*(-?)%\}"
+    return re.sub(found, r"{#\1\3 \2\4#}", template, flags=re.DOTALL)  # an empty comment trims as a tag does
 
 
 def _expand(rows: dict, columns: tuple, template_kwargs: dict, tokenizer, template: str) -> dict:
