@@ -156,22 +156,21 @@ def trained_what(run: Run, kind: str) -> str:
 
 
 def public_command(run: Run) -> str:
-    """The launch line of the run, without paths of this machine and without output_dir."""
-    words, found, skip = shlex.split(run.command), [], False
-    for word in words:
-        key, is_one_word, value = word.partition("=")
-        if skip or key == "--output_dir":
-            skip = key == "--output_dir" and not is_one_word
+    """The launch line of the run, an option a line, without paths of this machine and without output_dir."""
+    lines = []
+    for line in run.command.split(" \\\n"):
+        words = shlex.split(line)
+        if words[0].startswith("--"):
+            words[:1] = words[0].split("=", 1)
+        key, *values = words
+        if key == "--output_dir":
             continue
-        before = found[-1] if found else ""
-        is_source = before in ("--dataset_name", "--model_name_or_path") or (
-            is_one_word and key in ("--dataset_name", "--model_name_or_path")
-        )
-        path = value if is_one_word else word
-        if path.startswith(("/", "~", "../")) or (is_source and Path(path).exists()):
-            word = f"{key}={Path(path).name}" if is_one_word else Path(path).name
-        found.append(word)
-    return shlex.join(found)
+        source = key in ("--dataset_name", "--model_name_or_path")
+        for place, value in enumerate(values):
+            if value.startswith(("/", "~", "../")) or (source and Path(value).exists()):
+                values[place] = Path(value).name
+        lines.append(("  " if lines else "") + shlex.join([key, *values]))
+    return " \\\n".join(lines)
 
 
 def score_tables(run: Run) -> list[dict]:
@@ -204,22 +203,25 @@ def results(run: Run, dataset: Source) -> list[EvalResult]:
     """The tuned model's scores for the card's model-index."""
     found = []
 
-    def add(rows: str, kind: str, name: str, value: float) -> None:
-        data = {"dataset_type": dataset.name, "dataset_name": rows, "dataset_revision": dataset.revision}
-        found.append(EvalResult("text-generation", metric_type=kind, metric_name=name, metric_value=value, **data))
+    def add(file: str | None, kind: str, name: str, value: float | None) -> None:
+        if value is None:  # nothing was there to be found
+            return
+        rows = {"dataset_type": file or dataset.name, "dataset_name": file or f"{dataset.name}, held-out rows"}
+        rows |= {} if file else {"dataset_split": "held-out", "dataset_revision": dataset.revision}
+        found.append(EvalResult("text-generation", metric_type=kind, metric_name=name, metric_value=value, **rows))
 
     for scores in run.scores:
         if not scores.tuned:
             continue
-        rows = f"{dataset.name}, held-out rows" if is_held_out(scores) else Path(scores.rows).name
+        file = None if is_held_out(scores) else Path(scores.rows).name
         if scores.is_loss:
-            add(rows, "loss", "Held-out loss", scores.tuned["loss"])
-            add(rows, "perplexity", "Perplexity", scores.tuned["perplexity"])
+            add(file, "loss", "Held-out loss", scores.tuned["loss"])
+            add(file, "perplexity", "Perplexity", scores.tuned["perplexity"])
         else:
-            add(rows, "f1", "Field F1", scores.tuned["micro_f1"])
-            add(rows, "f1", "Field F1, exact characters", scores.tuned["micro_f1_exact"])
+            add(file, "f1", "Field F1", scores.tuned["micro_f1"])
+            add(file, "f1", "Field F1, exact characters", scores.tuned["micro_f1_exact"])
     if not any(scores.is_loss and scores.tuned for scores in run.scores) and run.values("eval_loss"):
-        add(f"{dataset.name}, held-out rows", "loss", "Evaluation loss", run.values("eval_loss")[-1])
+        add(None, "loss", "Evaluation loss", run.values("eval_loss")[-1])
     return found
 
 
