@@ -16,18 +16,24 @@ import tiny_model  # noqa: E402
 
 import speed  # noqa: E402
 
-SIZES = {"llama": "1b", "qwen3": "8b", "gpt-oss-20b": "20b", "gpt-oss-120b": "120b"}
+SIZES = {"llama": "1b", "qwen3": "8b", "gpt-oss-20b": "20b", "gpt-oss-120b": "120b", "qwen3_5": "27b"}
 
 
 def real(name: str):
-    family = name if name in ("llama", "qwen3") else "gpt-oss"
-    return tiny_model.build_real_config(family, SIZES[name], tiny_model.build_tokenizer(family))
+    family = "gpt-oss" if name.startswith("gpt-oss") else name
+    return tiny_model.build_real_config(family, SIZES[name], tiny_model.build_tokenizer(family)).get_text_config()
 
 
 # GFLOP a token at 4096 tokens, worked out by hand from the published dimensions (full, LoRA).
 @pytest.mark.parametrize(
     ("name", "full", "lora"),
-    [("llama", 8.22, 5.75), ("qwen3", 49.03, 33.90), ("gpt-oss-20b", 22.93, 15.71), ("gpt-oss-120b", 32.71, 22.45)],
+    [
+        ("llama", 8.22, 5.75),
+        ("qwen3", 49.03, 33.90),
+        ("gpt-oss-20b", 22.93, 15.71),
+        ("gpt-oss-120b", 32.71, 22.45),
+        ("qwen3_5", 156.83, 105.58),
+    ],
 )
 def test_published_architectures(name, full, lora):
     assert round(flops.flops_per_token(real(name), 4096) / 1e9, 2) == full

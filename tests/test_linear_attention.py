@@ -14,6 +14,7 @@ import pytest
 import tiny_model
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
@@ -22,6 +23,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes" / "llama-3.2-1b"))
 import speed  # noqa: E402
+import watcher  # noqa: E402
 
 SIZE = 70  # tokens of a document: more than the 64 of a chunk
 
@@ -140,19 +142,36 @@ def test_the_chunked_form_learns_what_the_recurrence_says():
 # ---------------------------------------------------------------------------------------------- what is loaded and saved
 
 
-def test_the_language_model_alone_is_loaded_and_keeps_its_names(folder, model, tmp_path):
-    """The same logits as the whole model's, no vision weights; and what is saved can be put back beside them."""
-    whole = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    ids = torch.arange(40).unsqueeze(0) + 60
-    with torch.no_grad():
-        assert torch.equal(whole(input_ids=ids).logits, model(input_ids=ids).logits)
+def test_the_language_model_alone_is_loaded_and_saved_as_itself(folder, model, tmp_path):
+    """The same logits as the whole model's, no vision weights; saved as train.py saves it, it loads as what it is."""
+    whole, ids = AutoModelForImageTextToText.from_pretrained(folder).eval(), torch.arange(40).unsqueeze(0) + 60
+
+    def logits(of):
+        with torch.no_grad():
+            return of.eval()(input_ids=ids).logits
+
+    assert torch.equal(logits(whole), logits(model))
     assert not any("visual" in name for name, _ in model.named_parameters())
+    copy = AutoModelForCausalLM.from_pretrained(folder)
+    copy._weight_conversions = []
+    copy.save_pretrained(tmp_path)
+    assert stored_names(tmp_path) == set(copy.state_dict())
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+def test_a_checkpoint_under_other_names_is_refused(folder, model, tmp_path):
+    """Saved without that line it bears the whole model's names: Trainer finds none of its own, warns, and goes on."""
     model.save_pretrained(tmp_path)
-    published = stored_names(folder)
-    assert stored_names(tmp_path) == {name for name in published if ".visual." not in name} < published
-    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    with torch.no_grad():
-        assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
+    copy = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = copy.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    assert "would go on with untrained weights" in watcher.loaded_problem(copy, loaded)
+    tied = tiny_model.build_config("llama", tiny_model.build_tokenizer("llama"))
+    llama = AutoModelForCausalLM.from_config(tied)
+    state = {name: tensor for name, tensor in llama.state_dict().items() if name != "lm_head.weight"}
+    assert watcher.loaded_problem(llama, llama.load_state_dict(state, strict=False)) is None
+    assert watcher.loaded_problem(
+        llama, llama.load_state_dict({**state, "other": state["model.norm.weight"]}, strict=False)
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- what a step costs

@@ -9,8 +9,7 @@ import time
 
 import numpy as np
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers import TrainerCallback
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, TrainerCallback
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available
 from trl.trainer.utils import get_peak_flops
 

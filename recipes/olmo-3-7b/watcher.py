@@ -149,6 +149,23 @@ def tolerate(target, name: str) -> None:
     setattr(target, name, tolerated)
 
 
+def loaded_problem(model, loaded) -> str | None:
+    """Why a checkpoint's weights are not those of the model; the trainer only warns, and trains on from the first ones.
+
+    loaded: what `load_state_dict` found missing and unexpected. A tied head has no tensor of its own.
+    """
+    missing = [
+        name for name in loaded.missing_keys if name not in (getattr(model, "all_tied_weights_keys", None) or {})
+    ]
+    if not missing and not loaded.unexpected_keys:
+        return None
+    return (
+        f"the checkpoint lacks {len(missing)} of the model's weights and holds {len(loaded.unexpected_keys)} that it has "
+        f"not ({', '.join([*missing, *loaded.unexpected_keys][:2])} ...), so the run would go on with untrained weights. "
+        "Was it saved by another train.py or another transformers? Take those, or choose another --output_dir."
+    )
+
+
 class Watcher(TrainerCallback):
     """Follows a training: metrics as lines of JSON, whole checkpoints, SIGTERM, numbers that are not finite."""
 
@@ -162,6 +179,7 @@ class Watcher(TrainerCallback):
         listen(trainer, "training_step", self.losses.append)
         listen(trainer, "_get_grad_norm", lambda norm: setattr(self, "norm", norm))
         tolerate(trainer, "_push_from_checkpoint")
+        trainer._issue_warnings_after_load = lambda loaded: agree("loaded", loaded_problem(trainer.model, loaded))
         signal.signal(signal.SIGTERM, self.on_sigterm)
 
     def on_sigterm(self, *_):
