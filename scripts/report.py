@@ -166,6 +166,7 @@ def different_settings(runs: list[Run]) -> list[tuple[str, list[str]]]:
 def charts(runs: list[Run]) -> tuple[list[Chart], list[str]]:
     """(the charts that have values, what is not drawn and why)."""
     drawn, missing = [], []
+    steps = [line["step"] for run in runs for line in run.lines]
     for title, key, unit, factor, smooth, dots, note in CURVES:
         lines = []
         for index, run in enumerate(runs):
@@ -181,7 +182,7 @@ def charts(runs: list[Run]) -> tuple[list[Chart], list[str]]:
             for start in run.starts[1:]
             if start.first is not None
         ]
-        drawn.append(Chart(title, unit, lines, marks, note))
+        drawn.append(Chart(title, unit, lines, marks, note, (min(steps), max(steps))))
     return drawn, missing
 
 

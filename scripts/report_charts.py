@@ -32,13 +32,14 @@ class Line:
 
 @dataclass
 class Chart:
-    """Curves over steps. marks: (step, colour, what happened there)."""
+    """Curves over steps. marks: (step, colour, what happened there). steps: the first and the last one of the axis."""
 
     title: str
     unit: str
     lines: list[Line]
     marks: list[tuple[float, int, str]] = field(default_factory=list)
     note: str = ""
+    steps: tuple[float, float] | None = None  # None: those of the lines
 
     @property
     def key(self) -> str:
@@ -106,7 +107,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 def limits(chart: Chart) -> tuple[float, float, float, float]:
     """(x from, x to, y from, y to). A few values far above all others are cut off at the top."""
-    xs = [x for line in chart.lines for x, _ in line.points]
+    xs = chart.steps or [x for line in chart.lines for x, _ in line.points]
     ys = sorted(y for line in chart.lines for _, y in line.points)
     low, high, typical = ys[0], ys[-1], ys[math.floor(0.98 * (len(ys) - 1))]
     if len(ys) > 40 and high - low > 3 * (typical - low) > 0:

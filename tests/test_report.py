@@ -299,6 +299,24 @@ def test_runs_are_compared(run, other, tmp_path):
     assert all(plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 5000 for plot in plots)
 
 
+def test_chats_are_shown_side_by_side(run, tmp_path):
+    folder = copy_of(run, tmp_path / "chats")
+    common = {"tokens": 40, "rows": 4, "date": "2026-11-30", "device": "cpu"}
+    scores = {
+        label: common
+        | {"loss": loss, "perplexity": math.exp(loss), "answers": [answer | {"id": "sum", "prompt": "1 + 1?"}]}
+        for label, loss, answer in (
+            ("base", 5.0, {"answer": "<b>one", "limit_hit": True}),
+            ("tuned", 1.5, {"answer": "two", "limit_hit": False}),
+        )
+    }
+    (folder / "scores.json").write_text(json.dumps({report_data.LOSS: scores}))
+    code, page = make(folder)
+    assert code == 0 and page.count("1 + 1?") == 1
+    assert "&lt;b&gt;one</pre>" in page and "two</pre>" in page and page.count("cut at the output limit") == 1
+    assert dict((row[0], row[1]) for row in report.facts(report_data.read_run(folder)))["Score"] == "148.4 → 4.482"
+
+
 # ---- runs that went wrong --------------------------------------------------------------------------------------------
 
 
