@@ -3,7 +3,7 @@
     python scripts/fault_campaign.py --work DIR                    # all of it, an hour or two on two cores
     python scripts/fault_campaign.py --work DIR                    # again: continues where it was stopped
     python scripts/fault_campaign.py --work DIR --strategy fsdp    # only these chains
-    python scripts/fault_campaign.py --table README.md             # writes the table between its two marks there
+    python scripts/fault_campaign.py --table docs/faults.md         # writes the table between its two marks there
 
 A chain is one run of one recipe under one strategy that is started, struck by a fault, started again by the same
 command, struck again, ... until it is done. Two chains a strategy: all weights with packing, and LoRA with dropout; both

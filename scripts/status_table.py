@@ -23,8 +23,8 @@ ZERO3 = ("zero3", "zero3_offload")
 # The end of a cell's name in gpu_check.json -> the configuration it ran.
 VARIANTS = {"LoRA": "lora", "QLoRA": "qlora", "expert LoRA": "expert_lora"}
 TECHNIQUES = {
-    "config": ("all weights", "quality comes first, and 16 bytes a parameter fit over the GPUs"),
-    "lora": ("LoRA", "one GPU, many tuned versions of one base, or few rows"),
+    "config": ("all weights", "16 bytes a parameter, and activations, fit over the GPUs"),
+    "lora": ("LoRA", "one GPU, or many tuned versions of one base"),
     "expert_lora": ("LoRA on experts, too", "gpt-oss, where LoRA on attention alone learns too little"),
     "qlora": ("QLoRA", "the bf16 base does not fit the GPU; steps are slower"),
 }
@@ -129,7 +129,7 @@ def runs() -> dict[tuple[str, str, str], list[str]]:
 
 
 def status_table() -> str:
-    """Every recipe and configuration under every strategy: where it was run for real, `never`, or blank: refused."""
+    """Every recipe and configuration under every strategy: where it was run for real, `never`, or blank: not supported."""
     found = runs()
     lines = [f"| recipe | {' | '.join(STRATEGIES)} |", f"|---|{'---|' * len(STRATEGIES)}"]
     for name, folder in recipes().items():
@@ -145,8 +145,8 @@ def status_table() -> str:
     cut = sorted({f"{cell['recipe']} with {cell['cut']} layers" for cell in gpu_cells() if cell["cut"]})
     note = (
         f"CPU: two processes (`single`: one), tiny model, launch file as shipped. GPU: {', '.join(gpus)}; the published "
-        f"architecture with random weights ({', '.join(cut)}), or SmolLM2-135M on real receipts. Empty: the recipe refuses "
-        "the pair."
+        f"architecture with random weights ({', '.join(cut)}), or SmolLM2-135M on real receipts. Empty: not "
+        "supported."
     )
     return "\n".join([*lines, "", note])
 

@@ -1,6 +1,6 @@
-"""Writes the README's table of strategies from docs/strategy_matrix.json, which `scripts/test.sh --matrix` measures.
+"""Writes the table of strategies from docs/strategy_matrix.json, which `scripts/test.sh --matrix` measures.
 
-    python scripts/strategy_table.py README.md           # replaces what stands between the two marks there
+    python scripts/strategy_table.py docs/results.md     # replaces what stands between the two marks there
     python scripts/strategy_table.py                     # prints the table
 
 The marks are lines of their own: <!-- strategy table --> and <!-- end of strategy table -->.

@@ -125,4 +125,4 @@ def test_of_the_measured_campaign_nothing_was_lost():
     told = result_tables.read("faults.json")
     kills = [line for line in told["faults"] if line["target"] in fault_campaign.TARGETS]
     assert kills and [line for line in told["faults"] if not line["survived"]] == []
-    assert fault_campaign.markdown(told) in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert fault_campaign.markdown(told) in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
