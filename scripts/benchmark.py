@@ -8,7 +8,7 @@
     python scripts/benchmark.py run WORK --target llama --arms seed full --rehearse # tiny model, CPU
     python scripts/benchmark.py list                                               # targets and arms, with their flags
     python scripts/benchmark.py keep WORK/benchmark.jsonl                          # into docs/benchmark.json
-    python scripts/benchmark.py table README.md                                    # between the marks there
+    python scripts/benchmark.py table docs/results.md                              # between the marks there
     python scripts/benchmark.py plot docs/benchmark.svg
 
 Every arm is one process: the recipe's own train.py under its launch file (or TRL's sft.py, or Unsloth), started by
@@ -412,7 +412,7 @@ class Arm:
             "seconds": options.seconds,
             "weights": "file" if name == "unsloth" else options.weights,
             "bf16_weights": settings.get("bf16_weights", False),
-            "profile": str(work / f"profile-{number:03}.txt") if options.profile else None,
+            "profile": str(work / f"profile-{number:03}.txt") if options.profile and not key["repeat"] else None,
         }
         environment = os.environ | {
             "BENCH_OPTIONS": json.dumps(passed),
@@ -777,7 +777,7 @@ def main() -> int:
         "--skip-kept", action="store_true", help="leave out what docs/benchmark.json holds, as many steps"
     )
     verb.add_argument("--unsloth-site", type=Path, help="folder with Unsloth and what it needs: that arm's import path")
-    verb.add_argument("--profile", action="store_true", help="profile three steps of each arm after the timed ones")
+    verb.add_argument("--profile", action="store_true", help="profile a step of each arm after the timed ones")
     verb.add_argument("--no-gate", action="store_true", help="leave the correctness gate out")
     verb.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
     verbs.add_parser("list", help="targets and arms").set_defaults(do=show)
