@@ -7,8 +7,8 @@
 
 MODEL and DATA are those of sroie.py. The stages:
 
-- candidates: every one of CANDIDATES is trained on 500 training receipts and scored on the other 126. Those that stand
-  in WORK/sroie_study.json are not measured again.
+- candidates: every one of CANDIDATES is trained on 500 training receipts and scored on the other 126. Cells
+  that stand in WORK/sroie_study.json are not measured again, here and in the next two.
 - final: the best candidate with three seeds on the 500, and with three seeds on all training receipts. On the 126 it is
   decided whether one model, the mean of the three weights (their average model), or the vote of the three is the
   result. All are scored once on the test receipts, with and without near duplicates, freely and held to the schema;
@@ -259,8 +259,10 @@ class Study:
         scored = self.score(Path(trained["folder"], "final"), self.validation)
         result = {"candidate": name, "seed": seed, "changes": CANDIDATES[name][0], **trained}
         result["validation"] = kept(scored["report"])
-        others = [row for row in self.report["candidates"] if (row["candidate"], row["seed"]) != (name, seed)]
-        self.report["candidates"] = [*others, {k: v for k, v in result.items() if k not in ("metrics", "folder")}]
+        row = {k: v for k, v in result.items() if k not in ("metrics", "folder")}
+        if any((other["candidate"], other["seed"]) == (name, seed) for other in self.report["candidates"]):
+            row["seed"] = f"{seed} again"  # trained anew for its weights; both numbers stand
+        self.report["candidates"].append(row)
         return result | {"answers": scored["answers"]}
 
     def final(self) -> None:
@@ -318,7 +320,7 @@ class Study:
 
     def curve(self) -> dict:
         """Cells: the plain setting on more and more training receipts."""
-        self.report["curve"] = points = []
+        points = self.report.setdefault("curve", [])
         drawn = random.Random(1).sample(self.train_rows, len(self.train_rows))  # nested: the 50 are among the 100
         sizes = (4, 8, len(drawn)) if self.rehearse else (*SIZES, len(drawn))
 
@@ -331,11 +333,12 @@ class Study:
             points.sort(key=lambda point: point["receipts"])
             return result
 
-        return {f"{size} receipts": partial(one, size) for size in reversed(sizes)}
+        left = [size for size in sizes if size not in {point["receipts"] for point in points}]
+        return {f"{size} receipts": partial(one, size) for size in reversed(left)}
 
     def adapters(self) -> dict:
         """Cells: the plain setting as LoRA and as QLoRA."""
-        self.report["adapters"] = results = {}
+        results = self.report.setdefault("adapters", {})
         path = self.write_rows("all-plain", self.train_rows)
 
         def one(name: str) -> dict:
@@ -344,7 +347,7 @@ class Study:
             results[name] = {k: v for k, v in trained.items() if k not in ("metrics", "folder")}
             return trained
 
-        return {name: partial(one, name) for name in ("lora", "qlora")}
+        return {name: partial(one, name) for name in ("lora", "qlora") if name not in results}
 
     def timing(self) -> None:
         self.report["timing"] = results = {}
