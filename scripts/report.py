@@ -113,6 +113,7 @@ def about(run: Run) -> list[tuple[str, str]]:
     versions = ", ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items())
     machine = run.hardware + memory if record.get("hardware") else None
     model, data = arguments.get("model_name_or_path"), arguments.get("dataset_name")
+    model = Path(model).name if model and Path(model).is_absolute() else model  # a folder of this machine
     values = (model, tuning if arguments else None, data, strategy_in_words(arguments), run.global_batch, machine)
     found = zip(ABOUT, (*values, versions, record.get("time")), strict=True)
     return [(label, str(value)) for label, value in found if value]
