@@ -195,6 +195,18 @@ def score_tables(run: Run) -> list[dict]:
     return tables
 
 
+def score_notes(run: Run, folder: Path, kind: str) -> str:
+    """What was scored, where that is not the very folder that is published."""
+    told = "In brackets: 95 % interval."
+    if kind == "merged":
+        held = "a 4-bit base" if run.arguments.get("load_in_4bit") else "its base"
+        told += f" Scored was the adapter on {held}, before it was merged"
+        told += " and the experts were rounded to MXFP4." if is_mxfp4(folder) else "."
+    elif is_mxfp4(folder):
+        told += " Scored was the model before its experts were rounded to MXFP4."
+    return told
+
+
 def is_held_out(scores: Scores) -> bool:
     return scores.is_loss or scores.rows == "held-out rows"
 
@@ -299,6 +311,7 @@ def model_card(run: Run, folder: Path, repo_id: str, base: Source, dataset: Sour
         title=repo_id.rpartition("/")[2],
         summary=f"{what} from supervised fine-tuning of {base.link()} on {dataset.link('datasets/')}.",
         score_tables=score_tables(run),
+        score_notes=score_notes(run, folder, kind),
         eval_loss=(
             f"Evaluation loss in training: {losses[-1][1]:.4f} nats a labelled token, at step {losses[-1][0]}."
             if losses

@@ -396,12 +396,15 @@ def test_full_model_is_pushed_whole_with_a_true_card(place, hub, tmp_path):
 
 
 def test_adapter_is_pushed_with_the_published_name_of_its_base(place, hub, tmp_path):
-    run = place / "recipes" / "gpt-oss-20b" / "run"
+    data = {"dataset_name": "HuggingFaceH4/Multilingual-Thinking", "dataset_revision": "5ea9a1c"}
+    told = json.loads((place / "recipes" / "gpt-oss-20b" / "run" / "run.json").read_text())["arguments"] | data
+    run = copy_of(place / "recipes" / "gpt-oss-20b" / "run", tmp_path / "run", arguments=told)
     refused = pushed(hub, place, f"python scripts/push.py {run} OWNER/NAME")
     assert refused.returncode == 1 and "a folder that nobody else has" in refused.stderr and "--base" in refused.stderr
     wrong = pushed(hub, place, f"python scripts/push.py {run} OWNER/NAME --base openai/no-such-model")
     assert wrong.returncode == 1 and "openai/no-such-model" in wrong.stderr and not hub.repos
     hub.cards["openai/gpt-oss-20b"] = {"license": "apache-2.0"}
+    hub.cards["HuggingFaceH4/Multilingual-Thinking"] = {"license": "cc-by-4.0"}
     before = {file: file.read_bytes() for file in (run / "final").iterdir()}
     done = pushed(hub, place, f"python scripts/push.py {run} OWNER/NAME --base openai/gpt-oss-20b")
     assert done.returncode == 0, done.stderr
@@ -412,17 +415,23 @@ def test_adapter_is_pushed_with_the_published_name_of_its_base(place, hub, tmp_p
     card, data = card_of(hub)
     assert data["library_name"] == "peft" and data["base_model_relation"] == "adapter" and "lora" in data["tags"]
     assert data["license"] == "apache-2.0" and "LoRA of rank" in card.text
+    assert data["datasets"] == ["HuggingFaceH4/Multilingual-Thinking"]
+    assert "revision `5ea9a1c`" in card.text and "The data is under `cc-by-4.0`" in card.text
     assert str(place) not in card.text and "More Information Needed" not in card.text
 
 
 def test_merged_export_is_pushed_and_one_of_another_run_is_not(place, merged, hub):
     line = line_of("push.py", "--folder")
+    losses = {"loss": 2.5, "perplexity": 12.18, "rows": 4, "tokens": 99, "date": "2026-11-30"}
+    scores = place / "recipes" / "gpt-oss-20b" / "run-expert-lora" / "scores.json"
+    scores.write_text(json.dumps({"held-out loss": {"base": losses, "tuned": losses}}))
     done = pushed(hub, place, line)
     assert done.returncode == 0, done.stderr
     name = next(file.name for file in merged[0].glob("*.safetensors"))
     assert hub.files[name] == (merged[0] / name).read_bytes()
     card, data = card_of(hub)
     assert data["library_name"] == "transformers" and "merged into the base" in card.text
+    assert "Scored was the adapter on its base, before it was merged." in card.text
     assert "license" not in data and "The licence of the base model is not known" in card.text
     hub.files.clear()
     other = pushed(hub, place, line.replace("run-expert-lora", "run"))
@@ -462,6 +471,24 @@ def test_what_must_not_be_published_is_refused(place, tmp_path, capsys):
     assert "only a run that is `done`" in refusal(capsys, copy_of(run, tmp_path / "killed", outcome="running"))
     assert "no run folder" in refusal(capsys, tmp_path)
     assert "is no folder" in refusal(capsys, run, "--folder", tmp_path / "nothing")
+
+
+def test_converted_base_gives_its_published_name_and_its_licence(place, tmp_path, capsys):
+    """A folder of `export.py --bf16`, with the card and the licence of the model that it was made of; no network."""
+    base = tmp_path / "gpt-oss-20b-bf16"
+    base.mkdir()
+    record = {"base_model_name_or_path": "openai/gpt-oss-20b", "base_model_revision": "6cee5e8"}
+    (base / "cookbook.json").write_text(json.dumps(record))
+    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n# gpt-oss\n")
+    (base / "LICENSE").write_text("Apache License")
+    told = json.loads((place / "recipes" / "gpt-oss-20b" / "run" / "run.json").read_text())["arguments"]
+    told["model_name_or_path"] = str(base)
+    run = copy_of(place / "recipes" / "gpt-oss-20b" / "run", tmp_path / "run", arguments=told)
+    assert push.main([str(run), "OWNER/NAME", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "base_model: openai/gpt-oss-20b\n" in printed and "license: apache-2.0\n" in printed
+    assert "revision `6cee5e8`" in printed and re.search(r"^ +14  LICENSE$", printed, re.MULTILINE)
+    assert "could not be asked about openai/gpt-oss-20b" in printed
 
 
 def test_private_is_not_pushed_into_a_public_repository(place, hub):
