@@ -223,6 +223,14 @@ def chat(*turns):
         ({"messages": []}, "a list of messages"),
         ({"messages": "user: a"}, "a list of messages"),
         ({"messages": ["a"]}, "expected an object with `role` and `content`"),
+        (
+            {"conversations": [{"from": "bard", "value": "a"}]},
+            "turn 1 is from 'bard', expected one of human, gpt, system",
+        ),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt"}]}, "(assistant) is empty"),
+        ({"conversations": "a"}, "a list of messages"),
+        ({"instruction": "a", "input": "", "output": ""}, "(assistant) is empty"),
+        ({"instruction": "a", "input": {"b": 1}, "output": "c"}, "`instruction` or `input` is no text"),
     ],
 )
 def test_a_bad_row_is_named_with_its_number_and_reason(tmp_path, models, row, reason):
@@ -266,6 +274,30 @@ def test_files_that_cannot_be_read_are_named(tmp_path, models):
         load(tmp_path, tmp_path / "nowhere.jsonl", models)
     with pytest.raises(inputs.RowError, match="the Hub did not give its split 'train'"):
         load(tmp_path, "nobody/nothing", models)
+
+
+def test_rows_of_every_form_become_the_same_chats(tmp_path, models):
+    """Alpaca's columns and ShareGPT's, with the spare ones that the published sets have, beside messages."""
+    forms, speakers = {"messages": [], "sharegpt": [], "alpaca": []}, {"system": "system", "user": "human"}
+    for number in range(8):
+        more = f"{number}" * (number % 2)
+        chats = chat(("user", f"Say it.\n\n{more}" if more else "Say it."), ("assistant", f"It, {number}."))
+        turns = [
+            {"from": speakers.get(m["role"], "gpt"), "value": m["content"], "weight": None} for m in chats["messages"]
+        ]
+        forms["messages"].append(chats)
+        forms["sharegpt"].append({"conversations": turns, "source": "made", "score": 5.0})
+        forms["alpaca"].append(
+            {"instruction": "Say it.", "input": more, "output": f"It, {number}.", "text": "Below ..."}
+        )
+    made = []
+    for name, rows in forms.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)))
+        made.append([[*part["messages"]] for part in load(tmp_path, file, models)])
+    assert made[0] == made[1] == made[2]
+    system = inputs.chat({"conversations": [{"from": "system", "value": "Be short."}, *turns]})["messages"]
+    assert [message["role"] for message in system] == ["system", "user", "assistant"]
 
 
 def test_all_file_kinds_give_the_same_rows(tmp_path, models):

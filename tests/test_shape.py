@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,33 @@ def test_files_are_short_and_guard_calls_few(recipe):
     assert 0 < len([call for call in calls if call.startswith(("guard.", "keeper."))]) <= 6
     assert len(source.splitlines()) <= 120
     assert len((recipe / "guard.py").read_text(encoding="utf-8").splitlines()) <= 350
+
+
+def below_the_docstring(recipe: Path) -> str:
+    source = (recipe / "train.py").read_text(encoding="utf-8")
+    return source[source.index('"""', source.index('"""') + 3) :]
+
+
+def test_plain_chat_recipes_share_one_train_py():
+    """A recipe that loads its model by name and has no function beside main() differs in its docstring alone."""
+    plain = {}
+    for recipe in RECIPES:
+        source = (recipe / "train.py").read_text(encoding="utf-8")
+        body = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        if len(body) == 1 and "AutoModel" not in source:
+            plain.setdefault(below_the_docstring(recipe), []).append(recipe.name)
+    assert len(plain) == 1 and len(*plain.values()) >= 5, plain.values()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name_of)
+def test_a_configuration_tells_its_launch_line(path):
+    """Tests, benchmark and chooser take a recipe's own strategy from there."""
+    head = path.read_text(encoding="utf-8").split("\n\n")[0]
+    (line,) = re.findall(r"^#   accelerate launch (.*)$", head, re.MULTILINE)
+    config = "" if path.stem == "config" else f" --config {path.stem}"
+    strategy = re.match(r"--config_file accelerate_configs/(\w+)\.yaml", line)[1]
+    assert line == f"--config_file accelerate_configs/{strategy}.yaml recipes/{path.parent.name}/train.py{config}"
+    assert "When not to use:" in head
 
 
 def test_guard_files_are_the_same_in_every_recipe():
