@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-FILES = ("ranks.py", "guard.py", "keeper.py", "speed.py", "watcher.py", "inputs.py", "prepared.py")
+FILES = ("ranks.py", "guard.py", "keeper.py", "speed.py", "watcher.py", "run_log.py", "inputs.py", "prepared.py")
 ORIGINAL = Path(__file__).resolve().parent.parent / "recipes" / "llama-3.2-1b"
 
 
