@@ -37,21 +37,25 @@ def gpu_table() -> str:
             if "error" in cell:
                 failed.append(f"{cell['name']} under {cell['strategy']}: {cell['error']}")
             else:
-                best[cell["name"], cell["strategy"]] = cell | {"layers": report["layers"]}
+                found = {"gpus": len(report["gpus"]), "layers": report.get("layers", {})}
+                best[cell["name"], cell["strategy"]] = cell | found
     lines = [
-        "| recipe | launch file | depth | seconds a step | peak GiB, GPU 0 | loss, step 1 and 5 |",
-        "|---|---|---|---|---|---|",
+        "| recipe | launch file | GPUs | depth | seconds a step | peak GiB, GPU 0 | loss, step 1 and 5 |",
+        "|---|---|---|---|---|---|---|",
     ]
     for (name, strategy), cell in best.items():
-        cut = next((depth for size, depth in cell["layers"].items() if depth and f"gpt-oss-{size}" in name), None)
+        older = (depth for size, depth in cell["layers"].items() if depth and f"gpt-oss-{size}" in name)
+        cut = cell["depth"] if "depth" in cell else next(older, None)
         losses = " to ".join(f"{loss:.2f}" for loss in cell["loss"])
         depth = f"{cut} layers" if cut else "whole"
         lines.append(
-            f"| {name} | {strategy} | {depth} | {cell['step_seconds']} | {cell['peak_memory_gib']} | {losses} |"
+            f"| {name} | {strategy} | {cell['gpus']} | {depth} | {cell['step_seconds']} | {cell['peak_memory_gib']} | {losses} |"
         )
     lines += [
         "",
-        f"Random weights of the real architectures, five steps, shipped config and launch file. {surroundings(reports[0])}.",
+        f"Random weights of the real architectures, five steps, shipped config and launch file. "
+        + "; ".join(dict.fromkeys(map(surroundings, reports)))
+        + ".",
     ]
     if failed:
         lines += ["", "Failed first, and passed when repeated: " + "; ".join(failed) + "."]
@@ -156,11 +160,8 @@ def filled(page: Path) -> str:
     """The page's text with each of its tables made anew. ValueError for a mark without its end, or of no known table."""
 
     def fill(found: re.Match) -> str:
-        name = found[1]
-        if name in RECIPE_TABLES:
-            made = RECIPE_TABLES[name](page.resolve().parent.name)
-        else:
-            made = TABLES[name]()
+        name, recipe = found[1], page.resolve().parent.name
+        made = RECIPE_TABLES[name](recipe) if name in RECIPE_TABLES else TABLES[name]()
         return f"<!-- {name} table -->\n{made}\n<!-- end of {name} table -->"
 
     text = page.read_text(encoding="utf-8")

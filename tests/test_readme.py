@@ -138,24 +138,31 @@ def check_bash(words: list[str]) -> None:
 
 @pytest.mark.parametrize("command", commands())
 def test_command_of_a_page_is_understood(command, monkeypatch):
-    words = shlex.split(command)
+    check_command(shlex.split(command), monkeypatch)
+
+
+def check_command(words: list[str], monkeypatch) -> None:
     match words:
         case ["accelerate", "launch", *rest]:
             check_launch(rest, monkeypatch)
         case ["python3", "-m", "venv", ".venv"] | ["source", ".venv/bin/activate"]:
             pass
+        case ["python", "scripts/engines/node.py", *rest] if rest:
+            check_command(rest, monkeypatch)
         case ["python", *rest]:
             check_python(rest)
         case ["pip", *rest]:
             check_pip(rest)
         case ["bash", *rest]:
             check_bash(rest)
+        case ["export", *rest]:
+            assert all(re.fullmatch(r"[A-Z_]+=\S+", word) for word in rest)
         case ["sudo", "apt-get", "install", *_]:
             pass
         case ["docker", "build", "-t", "cookbook", "."] | ["docker", "run", *_, "cookbook"]:
             assert (ROOT / "Dockerfile").is_file()
         case _:
-            pytest.fail(f"no rule covers this command: {command}")
+            pytest.fail(f"no rule covers this command: {' '.join(words)}")
 
 
 def test_from_a_bare_machine_to_the_first_step_in_five_commands():

@@ -17,7 +17,9 @@ def marks(page: Path) -> list[str]:
     return re.findall(r"^<!-- ([\w-]+) table -->$", page.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", [page for page in sorted(PAGES) if marks(page)], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [page for page in sorted(PAGES) if marks(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_tables_of_a_page_are_written_by_their_program(page):
     assert page.read_text(encoding="utf-8") == result_tables.filled(page), (
         "Write them anew: python scripts/result_tables.py README.md docs/*.md recipes/*/README.md"
