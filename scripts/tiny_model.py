@@ -10,8 +10,8 @@
 The folder loads with `AutoModelForCausalLM` and `AutoTokenizer`. What a recipe or a test can stumble over is as
 published by the models in PUBLISHED: special tokens, stop and pad tokens, chat template, bos, tied or untied head,
 attention layout, router loss weight, MXFP4 layout. Ids, sizes and weights are not: the weights are
-random, and the vocabulary is 256 bytes, some 150 merges and the special tokens. Unlike Qwen3's own tokenizer, which
-puts text into NFC, all three give back any text unchanged.
+random, and the vocabulary is 256 bytes, some 150 merges and the special tokens. All but qwen3_5, which puts text into NFC
+as published, give back any text unchanged; so does qwen3, unlike Qwen3's own tokenizer.
 
 `--size` writes random weights in the real dimensions, to measure loading, exporting and training without a download:
 gpt-oss 20b and 120b as MXFP4, shard by shard (14 and 65 GB), the others whole. Their text is still read by the tiny

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import difflib
 import importlib.metadata
 import json
 import re
@@ -70,6 +71,19 @@ def test_a_configuration_tells_its_launch_line(path):
     strategy = re.match(r"--config_file accelerate_configs/(\w+)\.yaml", line)[1]
     assert line == f"--config_file accelerate_configs/{strategy}.yaml recipes/{path.parent.name}/train.py{config}"
     assert "When not to use:" in head
+
+
+def test_the_last_recipe_took_thirty_lines_of_python_or_fewer():
+    """Lines of its Python files that are in no file of another recipe: `diff OTHER/train.py THIS/train.py | grep -c '^>'`."""
+    last = ROOT / "recipes" / "qwen3.8-27b"
+    others = [path for recipe in RECIPES if recipe != last for path in recipe.glob("*.py")]
+    copies, added = {path.read_bytes() for path in others}, 0
+    for file in last.glob("*.py"):
+        if file.read_bytes() not in copies:
+            lines = file.read_text(encoding="utf-8").splitlines()
+            known = [path.read_text(encoding="utf-8").splitlines() for path in others if path.name == file.name]
+            added += min(sum(x.startswith("+ ") for x in difflib.ndiff(old, lines)) for old in [*known, []])
+    assert 0 < added <= 30
 
 
 def test_guard_files_are_the_same_in_every_recipe():
