@@ -114,8 +114,7 @@ class Tracker(TrainerCallback):
         if not done.wait(PATIENCE):
             say(f"warning: {self.name}.{event} has not answered for {PATIENCE} s.")
             self.switch_off("is switched off")
-            # What hangs there may also wait at the end of the process, long after the result is saved.
-            atexit.register(lambda: (sys.stdout.flush(), sys.stderr.flush(), os._exit(0)))
+            leave_at_end(1)
             return True
         if errors:
             say(f"warning: {self.name}.{event} failed, training goes on: {errors[0]!r:.300}")
@@ -126,6 +125,12 @@ class Tracker(TrainerCallback):
     def switch_off(self, how: str) -> None:
         self.off = True
         say(f"warning: the tracker {self.name} {how}; metrics.jsonl in the run folder has all that it would get.")
+
+
+def leave_at_end(code: int) -> None:
+    """The process ends without what the libraries do at its end, where a tracker that hangs would be waited for."""
+    RUN["leaves"] = True
+    atexit.register(lambda: (sys.stdout.flush(), sys.stderr.flush(), os._exit(code)))
 
 
 # --------------------------------------------------------------------------------------------------------- the lines
@@ -216,6 +221,8 @@ def plan(args, state, keep: int | None) -> None:
 
 def outcome(trainer, final: str) -> None:
     """The last lines of a run: what came out, where it is, and what to do with it."""
+    if RUN.get("leaves"):
+        leave_at_end(0)  # registered last, so called first
     history, pace = trainer.state.log_history, RUN["pace"]
     told = [f"done: {final} after {trainer.state.global_step} steps"]
     for key in ("loss", "eval_loss"):
