@@ -46,7 +46,8 @@ class Forked(multiprocessing.get_context("forkserver").Process):
 
     def __init__(self, words: list[str], cwd: Path, env: dict[str, str], log: Path):
         multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-        super().__init__(target=_launcher, args=(words, str(cwd), env, str(log), _clean_path()))
+        # A daemon: a test that fails midway leaves nothing to wait for.
+        super().__init__(target=_launcher, args=(words, str(cwd), env, str(log), _clean_path()), daemon=True)
         self.start()
 
     returncode = property(lambda self: self.exitcode)
@@ -79,7 +80,7 @@ class _Rank(subprocess.Popen):
         sys.stdout.flush(), sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _program([word for word in args[1:] if word != "-u"], self.env, self.own_session)
+            _program(list(args[2:] if args[1] == "-u" else args[1:]), self.env, self.own_session)
         self._child_created = True
 
 
@@ -92,6 +93,7 @@ def _launcher(words: list[str], cwd: str, env: dict[str, str], log: str, path: l
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1), os.dup2(file, 2)
     inherited = set(os.listdir("/proc/self/fd"))
+    multiprocessing.current_process()._config["daemon"] = False  # which may have no children
     gc.freeze()  # what is imported is not looked through again in every fork
     sys.path[:] = [str(cwd), *path]
     _environment(env)
