@@ -36,6 +36,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from bars import track
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -545,7 +546,7 @@ def run(options) -> int:
             start_ahead(0)
         if not options.no_gate and plan:
             pass_gate(options, plan)
-        for number, key in enumerate(plan):
+        for number, key in enumerate(track(plan, "arms")):
             left = options.budget - (time.monotonic() - begin)
             if left < options.reserve:
                 print(f"budget: {len(plan) - number} arms are not run", flush=True)

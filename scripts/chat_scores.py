@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from tqdm import tqdm
+from bars import track
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 PROMPTS = Path(__file__).with_name("chat_prompts.jsonl")
@@ -94,7 +94,7 @@ def held_out_loss(model, trainer, state: PartialState) -> dict:
     rows, total, count = trainer.eval_dataset, 0.0, 0
     mine = range(state.process_index, len(rows), state.num_processes)
     autocast = torch.autocast(state.device.type, torch.bfloat16, enabled=trainer.args.bf16)
-    for index in tqdm(mine, desc="held-out rows", disable=not state.is_main_process):
+    for index in track(mine, "held-out rows", shown=state.is_main_process):
         ids, labels = (torch.tensor(rows[index][key], device=state.device) for key in ("input_ids", "labels"))
         targets = labels[1:]  # the token at place i is predicted from the logits at i - 1
         places = (targets != -100).nonzero()[:, 0]
@@ -116,7 +116,8 @@ def answers(model, tokenizer, prompts: list[dict], template_kwargs: dict, limit:
         do_sample=False, max_new_tokens=limit, eos_token_id=stop, pad_token_id=tokenizer.pad_token_id or stop[0]
     )
     found = []
-    for number in range(state.process_index, len(prompts), state.num_processes):
+    mine = range(state.process_index, len(prompts), state.num_processes)
+    for number in track(mine, "answers", shown=state.is_main_process):
         prompt = prompts[number]
         messages = prompt.get("messages") or [{"role": "user", "content": prompt["prompt"]}]
         inputs = tokenizer.apply_chat_template(

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 import launching
+from bars import track
 
 SCRIPTS = Path(__file__).resolve().parent
 RECIPE = SCRIPTS.parent / "recipes" / "llama-3.2-1b"
@@ -78,7 +79,7 @@ def main() -> None:
     arguments = parser.parse_args()
     earlier = json.loads(arguments.output.read_text())["results"] if arguments.output.is_file() else []
     results = {result["rows"]: result for result in earlier}
-    for count in arguments.rows:
+    for count in track(arguments.rows, "sizes"):
         work = Path(tempfile.mkdtemp(dir=arguments.work))
         try:
             write_rows(work / "rows.jsonl", count)

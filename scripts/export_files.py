@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from bars import track
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -134,7 +135,7 @@ def write_shards(
         )
     shards = group_shards(sizes, shard_bytes)
     weight_map = {}
-    for number, names in enumerate(shards, start=1):
+    for number, names in enumerate(track(shards, "writing shards"), start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_shard(folder / file, {name: sizes[name] for name in names}, make)
         weight_map.update(dict.fromkeys(names, file))
@@ -146,7 +147,7 @@ def write_shards(
 
 def write_shard(file: Path, sizes: dict[str, int], make: Callable[[str], torch.Tensor]) -> None:
     """Make and save the tensors of one shard; they are freed on return. Raises ExportError for a size not planned."""
-    tensors = {name: make(name).contiguous() for name in sizes}
+    tensors = {name: make(name).contiguous() for name in track(sizes, file.name)}
     for name, tensor in tensors.items():
         if tensor.nbytes != sizes[name]:
             raise ExportError(f"{file.name}: {name} has {tensor.nbytes} bytes, but {sizes[name]} were planned.")

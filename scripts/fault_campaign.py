@@ -45,6 +45,7 @@ import psutil
 import smoke
 import strategy_table
 import torch
+from bars import track
 from launching import LaunchError
 from safetensors.torch import load_file
 
@@ -525,7 +526,8 @@ def campaign(work: Path, strategies: list[str], disk: bool) -> None:
         return {line["chain"] for line in read_lines(lines_file) if line.get("ended")}
 
     for strategy in strategies:
-        for (name, faults), setting in zip(plan(strategy).items(), SETTINGS[strategy], strict=True):
+        chains = list(zip(plan(strategy).items(), SETTINGS[strategy], strict=True))
+        for (name, faults), setting in track(chains, f"{strategy}: chains"):
             if name not in ended():
                 chain = Chain(name, strategy, setting, work / name.replace(" ", "-"))
                 while chain.number < len(faults) and outcome(chain.run) != "done":

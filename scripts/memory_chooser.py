@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import memory
+from bars import track
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "memory_chooser.json"
@@ -91,7 +92,7 @@ def chooser_table(report: dict) -> str:
 
 def main() -> int:
     report = {"recipes": {}}
-    for recipe in memory.recipes():
+    for recipe in track(memory.recipes(), "recipes"):
         report["recipes"][recipe] = choose(recipe)
         print(recipe, "done", flush=True)
     FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

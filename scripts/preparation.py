@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from bars import quiet_libraries
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Trainer
 from trl import SFTTrainer
@@ -123,6 +124,7 @@ def prepare(folder: str | Path, words: list[str], first: int | None = None) -> P
     folder = Path(folder).resolve()
     if not (folder / "train.py").is_file():
         raise PreparationError(f"{folder} holds no train.py, so it is no recipe folder.")
+    quiet_libraries()
     asked = {}
 
     def load(cls, name, *_, **kwargs):

@@ -145,7 +145,10 @@ def generate_batches(
     kept_settings, model.generation_config = model.generation_config, settings
     order = sorted(range(len(encoded)), key=lambda index: -len(encoded[index]))
     try:
-        with tqdm(total=len(order), desc="documents", disable=not progress) as bar, torch.inference_mode():
+        with (
+            tqdm(total=len(order), desc="documents", disable=None if progress else True) as bar,
+            torch.inference_mode(),
+        ):
             for start in range(0, len(order), batch_size):
                 batch = order[start : start + batch_size]
                 width = max(len(encoded[index]) for index in batch)
