@@ -41,7 +41,15 @@ def meta_model(launch: Launch):
 
 
 def quantization(launch: Launch) -> None:
-    args = launch.model_args
+    args, optim = launch.model_args, launch.training_args and launch.training_args.optim.value
+    if optim and "8bit" in optim and launch.strategy == "fsdp":
+        launch.add(
+            "8bit-optimizer-fsdp",
+            launch.where("optim"),
+            "optim",
+            "bitsandbytes' optimizers do not know the shards of FSDP2: the first step would fail.",
+            launch.line("optim", "adamw_torch_fused"),
+        )
     if not (args.load_in_4bit or args.load_in_8bit):
         return
     key = "load_in_4bit" if args.load_in_4bit else "load_in_8bit"

@@ -5,8 +5,9 @@
     python scripts/gpu_check.py WORK --make-only        # only write the random models
     python scripts/gpu_check.py WORK --rehearse         # the same on two CPU processes with tiny models
 
-The architectures are the published ones; the depth of gpt-oss-120b is cut, and the report says to how many layers.
-Nothing is downloaded. Each cell is one launch; a cell that fails is reported and the others go on.
+The architectures are the published ones; what is too deep for one GPU of 141 GB is cut, and the report says to how many
+layers. A recipe that CELLS does not name runs each of its configurations under its own launch file. Nothing is
+downloaded. Each cell is one launch; a cell that fails is reported and the others go on.
 """
 
 import argparse
@@ -22,7 +23,10 @@ import sys
 import time
 from pathlib import Path
 
+import launching
+import tiny_model
 import torch
+from bars import track
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = [
@@ -42,19 +46,39 @@ WORDS = [
     "saved",
 ]
 
-# name, recipe, launch file, model key, further arguments of train.py
+# name, recipe, launch file, configuration, whether gpt-oss is written as bf16
 CELLS = [
-    ("llama-3.2-1b", "llama-3.2-1b", "zero2", "llama", []),
-    ("llama-3.2-1b", "llama-3.2-1b", "fsdp", "llama", []),
-    ("gpt-oss-20b, MXFP4 folder", "gpt-oss-20b", "ddp", "20b", []),
-    ("gpt-oss-20b, QLoRA, bf16 folder", "gpt-oss-20b", "single", "20b-bf16", ["--config", "qlora"]),
-    ("gpt-oss-20b, expert LoRA, bf16 folder", "gpt-oss-20b", "ddp", "20b-bf16", ["--config", "expert_lora"]),
-    ("gpt-oss-120b, bf16 folder", "gpt-oss-120b", "fsdp", "120b-bf16", []),
-    ("gpt-oss-120b, expert LoRA, bf16 folder", "gpt-oss-120b", "fsdp", "120b-bf16", ["--config", "expert_lora"]),
-    ("qwen3-8b-invoice", "qwen3-8b-invoice", "zero3", "qwen", []),
-    ("qwen3-8b-invoice, LoRA", "qwen3-8b-invoice", "single", "qwen", ["--config", "lora"]),
-    ("qwen3-8b-invoice", "qwen3-8b-invoice", "fsdp", "qwen", []),
+    ("llama-3.2-1b", "llama-3.2-1b", "zero2", "config", False),
+    ("llama-3.2-1b", "llama-3.2-1b", "fsdp", "config", False),
+    ("gpt-oss-20b, MXFP4 folder", "gpt-oss-20b", "ddp", "config", False),
+    ("gpt-oss-20b, QLoRA, bf16 folder", "gpt-oss-20b", "single", "qlora", True),
+    ("gpt-oss-20b, expert LoRA, bf16 folder", "gpt-oss-20b", "ddp", "expert_lora", True),
+    ("gpt-oss-120b, bf16 folder", "gpt-oss-120b", "fsdp", "config", True),
+    ("gpt-oss-120b, expert LoRA, bf16 folder", "gpt-oss-120b", "fsdp", "expert_lora", True),
+    ("qwen3-8b-invoice", "qwen3-8b-invoice", "zero3", "config", False),
+    ("qwen3-8b-invoice, LoRA", "qwen3-8b-invoice", "single", "lora", False),
+    ("qwen3-8b-invoice", "qwen3-8b-invoice", "fsdp", "config", False),
 ]
+# Layers of a model whose weights, gradients and optimizer one GPU cannot hold, by family and size.
+DEPTHS = {"gpt-oss-120b": 4, "llama-base-8b": 24, "qwen3_5-27b": 8}
+
+
+def cells() -> list[tuple]:
+    """CELLS, and one for each configuration of every other recipe."""
+    others = []
+    for folder in sorted(path.parent for path in (ROOT / "recipes").glob("*/train.py")):
+        if folder.name in {cell[1] for cell in CELLS}:
+            continue
+        for config in sorted((path.stem for path in folder.glob("*.yaml")), key=lambda name: (name != "config", name)):
+            name = folder.name if config == "config" else f"{folder.name} `--config {config}`"
+            others.append((name, folder.name, launching.own_strategy(folder, config), config, False))
+    return CELLS + others
+
+
+def model_key(recipe: str, config: str, bf16: bool) -> str:
+    """Family and size of the model that a recipe names, as in `llama-1b`."""
+    model = launching.read_config(ROOT / "recipes" / recipe, config)["model_name_or_path"]
+    return "-".join(tiny_model.PUBLISHED[model]) + "-bf16" * bf16
 
 
 def run(command: list[str], log: Path, timeout: float) -> tuple[int, float]:
@@ -81,12 +105,11 @@ def make_model(key: str, work: Path, rehearse: bool, layers: dict) -> tuple[Path
     if key.endswith("-bf16"):
         source, seconds = make_model(key.removesuffix("-bf16"), work, rehearse, layers)
         command = [sys.executable, "scripts/export.py", str(source), str(folder), "--bf16"]
-    elif key in ("20b", "120b"):
-        size = [] if rehearse else ["--size", key, *(["--layers", str(layers[key])] if layers[key] else [])]
-        command = [*script, "gpt-oss", str(folder), "--mxfp4", *size]
     else:
-        family, size = {"llama": ("llama", "1b"), "qwen": ("qwen3", "8b")}[key]
-        command = [*script, family, str(folder), "--dtype", "bfloat16", *([] if rehearse else ["--size", size])]
+        family, _, size = key.rpartition("-")
+        command = [*script, family, str(folder), *(["--mxfp4"] if family == "gpt-oss" else ["--dtype", "bfloat16"])]
+        command += [] if rehearse else ["--size", size]
+        command += ["--layers", str(layers[key])] if key in layers and not rehearse else []
     code, took = run(command, work / f"make-{key}.log", 500)
     if code:
         raise RuntimeError(f"{' '.join(command)} ended with {code}; see {work / f'make-{key}.log'}")
@@ -136,23 +159,25 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="cells whose name or model holds one of these words")
     parser.add_argument("--make-only", action="store_true", help="write the models and train nothing")
     parser.add_argument("--rehearse", action="store_true", help="tiny models on two CPU processes")
-    parser.add_argument("--layers-20b", type=int, help="depth of gpt-oss-20b; default: all 24")
-    parser.add_argument("--layers-120b", type=int, default=4, help="depth of gpt-oss-120b (36 published); default 4")
+    parser.add_argument(
+        "--layers", nargs="+", default=[], metavar="MODEL=N", help="another depth, such as gpt-oss-20b=6; see DEPTHS"
+    )
+    parser.add_argument("--discard", action="store_true", help="delete a model after its last cell, and its result")
     parser.add_argument("--limit", type=float, default=560, help="seconds after which no further cell is started")
     arguments = parser.parse_args()
     work, started = arguments.work.absolute(), time.monotonic()
     work.mkdir(parents=True, exist_ok=True)
     rows = write_rows(work, 60 if arguments.rehearse else 500)
-    layers = {"20b": arguments.layers_20b, "120b": arguments.layers_120b}
+    layers = DEPTHS | {name: int(depth) for name, depth in (word.split("=") for word in arguments.layers)}
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    report = {"gpus": gpus, "date": time.strftime("%Y-%m-%d"), "layers": layers, "cells": []}
+    report = {"gpus": gpus, "date": time.strftime("%Y-%m-%d"), "cells": []}
     names = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "datasets")
     report["versions"] = {name: importlib.metadata.version(name) for name in names}
     failed = 0
-    for number, (name, recipe, strategy, key, extra) in enumerate(CELLS):
-        if not any(word in f"{name} {key} {strategy}" for word in arguments.only):
-            continue
-        cell = {"name": name, "strategy": strategy}
+    chosen = [(number, *cell, model_key(cell[1], *cell[3:])) for number, cell in enumerate(cells())]
+    chosen = [one for one in chosen if any(word in f"{one[1]} {one[6]} {one[3]}" for word in arguments.only)]
+    for place, (number, name, recipe, strategy, config, _, key) in enumerate(track(chosen, "cells")):
+        cell = {"name": name, "strategy": strategy, "depth": layers.get(key.removesuffix("-bf16"))}
         report["cells"].append(cell)
         out = work / "runs" / str(number)
         try:
@@ -167,14 +192,15 @@ def main() -> int:
             if arguments.rehearse and strategy != "single":
                 command += ["--num_processes", "2"]
             command += ["scripts/fsdp_on_cpu.py"] if arguments.rehearse and strategy == "fsdp" else []
-            command += [f"recipes/{recipe}/train.py", *extra, "--model_name_or_path", str(model), "--max_steps", "5"]
+            command += [f"recipes/{recipe}/train.py", "--config", config, "--model_name_or_path", str(model)]
+            command += ["--max_steps", "5"]
             command += ["--output_dir", str(out), "--save_strategy", "no", "--eval_strategy", "no"]
             command += ["--use_cpu", "true"] if arguments.rehearse else []
             if "invoice" in recipe:
                 command += ["--dataset_name", str(rows["receipts"]), "--text_column", "text"]
                 command += ["--target_column", "entities", "--schema_file", f"recipes/{recipe}/schema_receipt.json"]
             else:
-                command += ["--dataset_name", str(rows["chat"])]
+                command += ["--dataset_name", str(rows["chat"]), "--dataset_train_split", "train"]
             code, cell["seconds"] = run(command, work / f"cell-{number}.log", 420)
             if code:
                 raise RuntimeError(f"exit code {code}")
@@ -186,6 +212,9 @@ def main() -> int:
             text = log.read_text(errors="replace") if log.is_file() else ""
             first = text.find("error")
             cell |= {"error": str(error), "output": text[max(first - 200, 0) : first + 3000]}
+        if arguments.discard and key not in {later[6] for later in chosen[place + 1 :]}:
+            shutil.rmtree(work / "models" / key, ignore_errors=True)
+            shutil.rmtree(work / "models" / key.removesuffix("-bf16"), ignore_errors=True)
         cell["seconds"] = round(cell.get("seconds", 0), 1)
         print(json.dumps({k: v for k, v in cell.items() if k != "output"}), flush=True)
         if "output" in cell:

@@ -122,10 +122,10 @@ def token_checks(sums: Totals, trainer, counts: dict, thinking_off: bool, stops:
     right = other == 0 and (none == 0 if expected else min(none, one) == 0)
     yield Check(
         "one start token",
-        right if tokenizer.bos_token_id is not None else None,
+        right if start not in (None, tokenizer.eos_token) else None,
         f"{start} stands once in front of {one} documents, is absent from {none}, and stands elsewhere in {other}"
-        if tokenizer.bos_token_id is not None
-        else "this tokenizer has none",
+        if start not in (None, tokenizer.eos_token)
+        else "this tokenizer has none that is no end token, too",
     )
     pad = tokenizer.pad_token_id
     is_end = pad == tokenizer.eos_token_id

@@ -53,7 +53,7 @@ def gpu_table() -> str:
         )
     lines += [
         "",
-        f"Random weights of the real architectures, five steps, shipped config and launch file. "
+        "Random weights of the real architectures, five steps, shipped config and launch file. "
         + "; ".join(dict.fromkeys(map(surroundings, reports)))
         + ".",
     ]

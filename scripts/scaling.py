@@ -23,6 +23,7 @@ BEGIN, END = "<!-- scaling tables -->\n", "<!-- end of scaling tables -->\n"
 # Qwen3-8B, full weights, checkpointing: 7,693 tokens/s on one H200 (probe without recipe code).
 SHARES = {"llama-3.2-1b": "llama", "qwen3-8b-invoice": 0.60, "gpt-oss-20b": "gpt-oss-20b-lora"}
 SHARES["gpt-oss-120b"] = SHARES["gpt-oss-20b"]  # never measured whole
+OTHERS = {"full": 0.60, "lora": "qwen-lora"}  # of recipes that were not measured: the dense models that were
 
 
 def zero3_buckets(sizes: list[int], capacity: int) -> int:
@@ -57,7 +58,7 @@ def work_of(recipe: str) -> tuple[Work, list[str], dict]:
     trained, passes = "lora" if settings.lora_r else "full", 2 + settings.checkpointing
     count = flops.flops_per_token(config, settings.length, trained)
     forward = 2 * sum(flops.matmul_parameters(config).values()) + flops.attention_flops(config, settings.length)
-    share = SHARES[recipe]
+    share = SHARES.get(recipe, OTHERS[trained])
     if isinstance(share, str):
         results = json.loads((ROOT / "docs" / "benchmark.json").read_text("utf-8"))["results"]
         found = [one for one in results if one["key"]["target"] == share and "share_of_ceiling" in one]

@@ -159,7 +159,7 @@ def memory_problem(config, model_args, training_args) -> str | None:
     """Whether weights, gradients and optimizer can fit each GPU, and the host while it dequantizes MXFP4."""
     world, local = environment("WORLD_SIZE", 1), environment("LOCAL_WORLD_SIZE", 1)
     name, gib = model_args.model_name_or_path, 2**30
-    optim, offloads = str(training_args.optim), RUN["strategy"] == "zero3_offload"
+    optim, offloads = str(training_args.optim).lower(), RUN["strategy"] == "zero3_offload"
     need = RUN["state_bytes"] = state_bytes(config, model_args, optim, RUN["strategy"], world, offloads)
     free, stored = psutil.virtual_memory().available, getattr(config, "quantization_config", None) or {}
     host = 2 * RUN["parameters"] * local
@@ -229,6 +229,10 @@ def strategy_problem(trainer) -> str | None:
     if runs != strategy:
         cure = " On CPU accelerate does not shard; for tests scripts/fsdp_on_cpu.py does." if strategy == "fsdp" else ""
         return f"the launch file asks for {strategy} over {world} process(es), but what runs is {runs}.{cure}"
+    if runs == "fsdp" and "8bit" in args.optim.value:
+        return (
+            f"bitsandbytes' `optim: {args.optim.value}` does not know FSDP2's shards. Add `--optim adamw_torch_fused`."
+        )
     trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     if runs in ("single", "ddp") and torch.bfloat16 in trained and not hasattr(trainer.model, "peft_config"):
         return (

@@ -102,7 +102,7 @@ def disk_problem(trainer, keep: int | None) -> str | None:
     """Whether the checkpoints that will be kept, one more while it is written, and the result fit the free disk."""
     args, state = trainer.args, trainer.state
     trained = sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters() if p.requires_grad)
-    checkpoint = trained * (4 + (2 if "8bit" in str(args.optim) else 8))  # fp32 weights and Adam's moments
+    checkpoint = trained * (4 + (2 if "8bit" in str(args.optim).lower() else 8))  # fp32 weights and Adam's moments
     saves = {"no": 0, "epoch": math.ceil(args.num_train_epochs)}.get(str(args.save_strategy.value))
     if saves is None:
         saves = math.ceil(state.max_steps / max(1, state.save_steps))
