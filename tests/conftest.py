@@ -1,22 +1,31 @@
-"""For every test: no hub, caches of its own, the programs in scripts/ importable; `--matrix` runs all cells."""
+"""For every test: no hub, caches of its own, the programs in scripts/ importable; `--matrix` runs all cells.
 
+scripts/test.sh runs two workers of pytest-xdist. Tests that share a fixture of their module stay on one of them.
+"""
+
+import collections
 import os
 import shutil
 import sys
 import tempfile
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 # Before any test imports a library that reads them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="cookbook-tests-")
+if WORKER:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the other workers compute, too
 sys.path.insert(0, str(ROOT / "scripts"))
 
 
 def pytest_addoption(parser):
     parser.addoption("--matrix", action="store_true", help="every recipe under every strategy; writes the table's file")
+    parser.addoption("--fresh", action="store_true", help="no launch is a fork of preloaded libraries; so in a matrix")
 
 
 def pytest_configure(config):
@@ -24,6 +33,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        shared = [fixture for found in item._fixtureinfo.name2fixturedefs.values() for fixture in found]
+        if any(fixture.scope == "module" for fixture in shared):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if not config.getoption("--matrix"):
         for item in items:
             if item.get_closest_marker("matrix"):
@@ -34,18 +47,50 @@ def pytest_unconfigure(config):
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
+seconds = collections.Counter()
+
+
+def pytest_runtest_logreport(report):
+    seconds[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What each file costs: the whole has a limit, and this shows where it went."""
+    if not WORKER and len(seconds) > 1:
+        told = ", ".join(f"{Path(file).stem} {count:.0f}" for file, count in seconds.most_common() if count >= 1)
+        terminalreporter.write_line(f"seconds by file, {sum(seconds.values()):.0f} of all workers: {told}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_launches(request):
+    """Launches fork from a process that has imported the libraries; the first of each strategy and recipe does not."""
+    if "launching" in sys.modules and sys.platform == "linux":
+        sys.modules["launching"].FRESH = request.config.getoption("--matrix") or request.config.getoption("--fresh")
+
+
 @pytest.fixture(scope="session")
 def benches(tmp_path_factory):
-    """Benches of smoke.py by recipe, configuration and precision; each trains its one-process curve once."""
+    """Benches of smoke.py by recipe, configuration and precision; each trains its one-process curve once, for all workers."""
     import smoke
+    from filelock import FileLock
 
-    made = {}
+    class Bench(smoke.Bench):
+        def __init__(self, folder, work, *more):
+            with FileLock(f"{work}.lock"):
+                super().__init__(folder, work, *more)
+
+        @cached_property
+        def reference(self):
+            with FileLock(f"{self.work}.lock"):
+                return super().reference
+
+    made, base = {}, tmp_path_factory.getbasetemp()
 
     def bench(recipe, config="config", precision="fp32"):
         key = recipe, config, precision
         if key not in made:
-            work = tmp_path_factory.mktemp("-".join(key))
-            made[key] = smoke.Bench(ROOT / "recipes" / recipe, work, config, precision)
+            work = (base.parent if WORKER else base) / f"bench-{'-'.join(key)}"
+            made[key] = Bench(ROOT / "recipes" / recipe, work, config, precision)
         return made[key]
 
     return bench

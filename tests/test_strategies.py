@@ -11,6 +11,7 @@ import launching
 import pytest
 import smoke
 import strategy_table
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/train.py"))
@@ -44,13 +45,14 @@ def cells():
                 yield pytest.param(recipe, config.stem, strategy, precision, marks=pytest.mark.matrix)
 
 
-@pytest.fixture(scope="module")
-def table(request):
-    """The cells measured so far; written to the table's file at the end of a matrix."""
+@pytest.fixture(scope="session")  # of the session: workers share the cells, which tests with a module's fixture do not
+def table(request, tmp_path_factory):
+    """The cells measured so far by this worker; put into the table's file at the end of a matrix."""
     measured = []
     yield measured
     if request.config.getoption("--matrix"):
-        strategy_table.write(measured)
+        with FileLock(tmp_path_factory.getbasetemp().parent / "strategy-table.lock"):
+            strategy_table.write(measured)
 
 
 def test_quick_cells_cover_each_recipe_and_each_strategy():
