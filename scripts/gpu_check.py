@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 import launching
+import status_table
 import tiny_model
 import torch
 from bars import track
@@ -70,7 +71,9 @@ def cells() -> list[tuple]:
         if folder.name in {cell[1] for cell in CELLS}:
             continue
         for config in sorted((path.stem for path in folder.glob("*.yaml")), key=lambda name: (name != "config", name)):
-            name = folder.name if config == "config" else f"{folder.name} `--config {config}`"
+            name = ", ".join(
+                [folder.name, *(label for label, known in status_table.VARIANTS.items() if known == config)]
+            )
             others.append((name, folder.name, launching.own_strategy(folder, config), config, False))
     return CELLS + others
 

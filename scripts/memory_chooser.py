@@ -1,12 +1,14 @@
 """What fits where: each recipe on 1, 2, 4 and 8 GPUs of common sizes, for docs/memory.md; from memory.py.
 
-    python scripts/memory_chooser.py       # writes docs/memory_chooser.json, some minutes; then scripts/result_tables.py
+    python scripts/memory_chooser.py              # writes docs/memory_chooser.json; then scripts/result_tables.py
+    python scripts/memory_chooser.py olmo-3-7b    # works out one recipe anew; a minute or two each
 
 A cell is the first strategy that fits, in the order of memory.STRATEGIES, and the largest micro batch under it. The
 recipe's config.yaml is tried first, as shipped and then with one row a GPU; where it fits under no strategy, the recipe's
 other configurations.
 """
 
+import argparse
 import ast
 import dataclasses
 import json
@@ -91,10 +93,14 @@ def chooser_table(report: dict) -> str:
 
 
 def main() -> int:
-    report = {"recipes": {}}
-    for recipe in track(memory.recipes(), "recipes"):
-        report["recipes"][recipe] = choose(recipe)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="*", choices=[[], *memory.recipes()], metavar="RECIPE", help="default: all")
+    wanted = parser.parse_args().recipes or memory.recipes()
+    known = json.loads(FILE.read_text(encoding="utf-8"))["recipes"] if FILE.is_file() else {}
+    for recipe in track(wanted, "recipes"):
+        known[recipe] = choose(recipe)
         print(recipe, "done", flush=True)
+    report = {"recipes": {recipe: known[recipe] for recipe in memory.recipes() if recipe in known}}
     FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(chooser_table(report))
     return 0

@@ -15,6 +15,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
+import yaml
 from launching import STRATEGIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,10 +24,10 @@ ZERO3 = ("zero3", "zero3_offload")
 # The end of a cell's name in gpu_check.json -> the configuration it ran.
 VARIANTS = {"LoRA": "lora", "QLoRA": "qlora", "expert LoRA": "expert_lora"}
 TECHNIQUES = {
-    "config": ("all weights", "16 bytes a parameter, and activations, fit over the GPUs"),
+    "full": ("all weights", "16 bytes a parameter, and activations, fit over the GPUs"),
     "lora": ("LoRA", "one GPU, or many tuned versions of one base"),
     "expert_lora": ("LoRA on experts, too", "gpt-oss, where LoRA on attention alone learns too little"),
-    "qlora": ("QLoRA", "the bf16 base does not fit the GPU; steps are slower"),
+    "qlora": ("QLoRA", "the bf16 base does not fit the GPU"),
 }
 
 
@@ -86,7 +87,8 @@ def gpu_cells() -> list[dict]:
         for cell in report["cells"]:
             name, *rest = cell["name"].split(", ")
             config = next((VARIANTS[word] for word in rest if word in VARIANTS), "config")
-            cut = next((n for size, n in report["layers"].items() if n and name == f"gpt-oss-{size}"), None)
+            older = (n for size, n in report.get("layers", {}).items() if n and name == f"gpt-oss-{size}")
+            cut = cell["depth"] if "depth" in cell else next(older, None)
             gpus = 1 if cell["strategy"] == "single" else len(report["gpus"])
             if "error" not in cell:
                 cells.append(cell | {"recipe": name, "config": config, "gpus": gpus, "cut": cut})
@@ -120,6 +122,8 @@ def runs() -> dict[tuple[str, str, str], list[str]]:
         where["qwen3-8b-invoice", "config", strategy].add((0, "CPU"))
     for strategy in read("sroie_gpu.json")["tuned"]:
         where["qwen3-8b-invoice", "config", strategy].add((1, "1 GPU"))
+    for name in read("sroie_study.json")["adapters"]:
+        where["qwen3-8b-invoice", name, "single"].add((1, "1 GPU"))
     for line in benchmarked():
         where[line["recipe"], line["config"], line["strategy"]].add((1, "1 GPU"))
     for cell in gpu_cells():
@@ -151,24 +155,41 @@ def status_table() -> str:
     return "\n".join([*lines, "", note])
 
 
+def technique(recipe: str, config: str) -> str:
+    """What a recipe's configuration trains: a key of TECHNIQUES."""
+    keys = yaml.safe_load((ROOT / "recipes" / recipe / f"{config}.yaml").read_text(encoding="utf-8"))
+    if not keys.get("use_peft"):
+        return "full"
+    if keys.get("load_in_4bit"):
+        return "qlora"
+    return "expert_lora" if keys.get("lora_target_parameters") else "lora"
+
+
 def technique_table() -> str:
-    """What is trained, when to take it, and the memory that GPU runs of it took."""
-    lines = ["| what is trained | take it when | measured on H200: GiB on GPU 0 |", "|---|---|---|"]
+    """What is trained, when to take it, what it scored on one task, and the memory that GPU runs of it took."""
+    study = read("sroie_study.json")
+    scores = {name: found["test"]["micro_f1"] for name, found in study["adapters"].items()}
+    scores["full"] = study["curve"][-1]["test"]["micro_f1"]
+    lines = [
+        "| what is trained | take it when | field F1 on receipts | GiB on GPU 0, measured |",
+        "|---|---|---|---|",
+    ]
     cells = {(cell["recipe"], cell["config"], cell["strategy"], cell["cut"]): cell for cell in gpu_cells()}
-    for config, (name, when) in TECHNIQUES.items():
-        rows = [
-            cell
-            for cell in cells.values()
-            if (cell["config"] if not (cell["recipe"].startswith("gpt-oss") and cell["config"] == "config") else "lora")
-            == config
-        ]
+    for kind, (name, when) in TECHNIQUES.items():
         measured = "; ".join(
             f"{cell['recipe']}{f' ({cut} layers)' if (cut := cell['cut']) else ''}, {cell['strategy']}, "
             f"{cell['gpus']} GPU{'s' * (cell['gpus'] > 1)}: {cell['peak_memory_gib']:.0f}"
-            for cell in rows
+            for cell in cells.values()
+            if technique(cell["recipe"], cell["config"]) == kind
         )
-        lines.append(f"| {name} | {when} | {measured or 'not yet'} |")
-    return "\n".join(lines)
+        score = f"{scores[kind]:.3f}" if kind in scores else "not tried"
+        lines.append(f"| {name} | {when} | {score} | {measured or 'not yet'} |")
+    receipts = study["curve"][-1]
+    note = (
+        f"F1: SmolLM2-135M on {receipts['test']['documents']} held-out SROIE receipts, trained on {receipts['receipts']}; "
+        f"{hardware(study)}. Memory: shipped config and launch file, random weights of the published architecture."
+    )
+    return "\n".join([*lines, "", note])
 
 
 def lever_table() -> str:
