@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/train.py"))
 END = {"gpt-oss": "<|return|>", "llama": "<|eot_id|>", "llama-base": "<|eot_id|>", "olmo3": "<|endoftext|>"}
-END |= {"qwen2": "<|im_end|>", "qwen3": "<|im_end|>"}
+END |= {"qwen2": "<|im_end|>", "qwen3": "<|im_end|>", "qwen3_5": "<|im_end|>"}
 
 
 class Caught(Exception):
@@ -216,3 +216,21 @@ def test_olmo_turns_are_those_of_the_published_model(models):
     with pytest.raises(TemplateError, match="tools"):
         tool = {"role": "tool", "content": "5"}
         tokenizer.apply_chat_template([ask, tool], chat_template=template, tokenize=False)
+
+
+def test_local_files_are_the_splits_whatever_the_hub_calls_them(tmp_path, monkeypatch):
+    """train_sft of the Hub's dataset is, with rows of one's own, the file, or the folder's train file."""
+    monkeypatch.syspath_prepend(str(ROOT / "recipes" / "qwen3.8-27b"))
+    import inputs
+
+    for name in ("train.jsonl", "test-1.jsonl"):
+        (tmp_path / name).touch()
+
+    def found(name, split):
+        return [path.name for path in inputs.local_files(str(tmp_path / name), split)]
+
+    assert found("", "train_sft") == found("", "train") == found("train.jsonl", "train_sft") == ["train.jsonl"]
+    assert found("", "test_sft") == found("", "test") == ["test-1.jsonl"]
+    assert found("train.jsonl", "test_sft") == found("", "validation") == []
+    (tmp_path / "train_sft.jsonl").touch()
+    assert found("", "train_sft") == ["train_sft.jsonl"]

@@ -170,15 +170,18 @@ def strict_arguments(parser, script: str) -> None:
 
 
 def local_files(name: str, split: str) -> list[Path]:
-    """The files of a split: the file itself, or the files of a folder whose name starts with the split's."""
-    path = Path(name)
+    """The files of a split: the file itself, or the files of a folder whose name starts with the split's.
+
+    A Hub dataset may call its splits train_sft and test_sft: here they are train and test as well.
+    """
+    path, training = Path(name), split.startswith("train")
     if path.is_file():
-        return [path] if split == "train" else []
+        return [path] if training else []
     files = sorted(p for p in path.iterdir() if p.suffix in FILE_KINDS)
-    named = [p for p in files if p.stem == split or p.stem.startswith((f"{split}-", f"{split}_", f"{split}."))]
-    return named or (
-        [] if split != "train" or any(p.stem.startswith(("test", "eval", "valid")) for p in files) else files
-    )
+    for start in (split, split.partition("_")[0]):
+        if named := [p for p in files if p.stem == start or p.stem.startswith((f"{start}-", f"{start}_", f"{start}."))]:
+            return named
+    return [] if not training or any(p.stem.startswith(("test", "eval", "valid")) for p in files) else files
 
 
 def read_file(path: Path) -> Iterator[dict]:
