@@ -36,7 +36,9 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import yaml
 from bars import track
+from published_models import PUBLISHED
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -234,6 +236,29 @@ TARGETS = {
         levers={"FA4": ATTENTION, "packed 4 x 4096": _packed(4), "LoRA dropout 0": {"lora_dropout": 0.0}},
         extra={"8 x 4096": _batch(8)},
     ),
+}
+
+
+def derived_target(recipe: Path) -> Target:
+    """The target of a recipe that TARGETS does not name: its config.yaml, from the slowest of three settings on."""
+    config = yaml.safe_load((recipe / "config.yaml").read_text(encoding="utf-8"))
+    batch, accumulation = config["per_device_train_batch_size"], config.get("gradient_accumulation_steps", 1)
+    base = _unpacked(batch, accumulation, config["max_length"]) | {"attn_implementation": "sdpa"}
+    return Target(
+        recipe=recipe.name,
+        model=PUBLISHED[config["model_name_or_path"]],
+        trained="lora" if config.get("use_peft") else "full",
+        label=f"{'adapter' if config.get('use_peft') else 'all weights'} as in config.yaml",
+        base=base | {"activation_checkpointing": config.get("activation_checkpointing", False)},
+        levers={"FA4": ATTENTION, "packed": {"packing": True}, "Liger": {"use_liger_kernel": True}},
+        trl=None,
+    )
+
+
+TARGETS |= {
+    path.parent.name: derived_target(path.parent)
+    for path in sorted((ROOT / "recipes").glob("*/train.py"))
+    if path.parent.name not in {target.recipe for target in TARGETS.values()}
 }
 
 

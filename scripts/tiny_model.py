@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 from export import ExportError, write_shards
+from published_models import PUBLISHED  # noqa: F401 (read by others)
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoConfig,
@@ -268,19 +269,6 @@ REAL = {
         },
         "vision_config": {"out_hidden_size": 5120},
     },
-}
-
-# Name on the Hub -> family and size.
-PUBLISHED = {
-    "openai/gpt-oss-20b": ("gpt-oss", "20b"),
-    "openai/gpt-oss-120b": ("gpt-oss", "120b"),
-    "meta-llama/Llama-3.2-1B-Instruct": ("llama", "1b"),
-    "meta-llama/Llama-3.2-3B-Instruct": ("llama", "3b"),
-    "meta-llama/Llama-3.1-8B": ("llama-base", "8b"),
-    "Qwen/Qwen2.5-3B": ("qwen2", "3b"),
-    "Qwen/Qwen3-8B": ("qwen3", "8b"),
-    "Qwen/Qwen3.8-27B": ("qwen3_5", "27b"),
-    "allenai/Olmo-3-7B-Instruct-SFT": ("olmo3", "7b"),
 }
 
 
