@@ -73,7 +73,7 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
         (
             "Training loss",
             f"{losses[0]:.3f} → {sum(last) / len(last):.3f}" if losses else "",
-            f"first, mean of the last {len(last)} logged" if losses else "",
+            f"first, mean of the last {len(last)}" if losses else "",
         ),
         ("Evaluation loss", " → ".join(f"{value:.3f}" for value in evals[:: max(1, len(evals) - 1)]), "first, last"),
     ]

@@ -124,9 +124,9 @@ class Run:
 
     @property
     def last_losses(self) -> list[float]:
-        """The last 5 %, and at most 20, of the logged losses."""
+        """The last 5 %, but at least 3 and at most 20, of the logged losses."""
         losses = self.values("loss")
-        return losses[-min(20, max(1, len(losses) // 20)) :]
+        return losses[-min(20, max(3, len(losses) // 20)) :]
 
     @property
     def peak_memory(self) -> tuple[float, str] | None:
