@@ -1,6 +1,7 @@
 """Writes what a program shows in a terminal as a picture (SVG), for the documentation.
 
     python scripts/picture.py docs/inspection.svg python scripts/inspect_data.py recipes/qwen3-8b-invoice --show 1 ...
+    python scripts/picture.py --columns 100 --last 40 check.svg python scripts/check.py --machine
 
 The program runs in a pseudo-terminal of --columns columns, so that it prints with its colours. --last N keeps the last N
 lines. The exit code is the program's.

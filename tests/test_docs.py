@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -47,6 +48,27 @@ def test_links_lead_somewhere(page):
         there = (page.parent / address.path).resolve() if address.path else page
         assert there.exists() and there.is_relative_to(ROOT), f"{target} is not there"
         assert not address.fragment or address.fragment in anchors(there), f"{target}: {there.name} has no such heading"
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached, left = set(), {ROOT / "README.md"}
+    while left:
+        page = left.pop()
+        reached.add(page)
+        targets = (urlsplit(target) for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)))
+        pages = {(page.parent / address.path).resolve() for address in targets if not address.scheme and address.path}
+        left |= {found for found in pages if found.suffix == ".md" and found.is_file()} - reached
+    assert {page for page in PAGES if page.parent.name != ".github"} <= reached
+
+
+def test_a_picture_shows_what_the_terminal_showed(tmp_path):
+    picture = tmp_path / "shown.svg"
+    program = "import sys; print('\\033[7mlearned\\033[0m', sys.stdout.isatty()); sys.exit(3)"
+    command = [sys.executable, ROOT / "scripts" / "picture.py", picture, sys.executable, "-c", program]
+    assert subprocess.run(command).returncode == 3
+    text = picture.read_text(encoding="utf-8")
+    assert "learned" in text and "True" in text and "Traceback" not in text
+    assert "url(" not in re.sub(r"url\(#[^)]*\)", "", text), "a picture loads nothing from elsewhere"
 
 
 def rows(text: str) -> list[list[str]]:
