@@ -3,6 +3,7 @@
 import argparse
 import ast
 import dataclasses
+import gc
 import itertools
 import json
 import multiprocessing
@@ -34,6 +35,7 @@ import inputs  # noqa: E402
 
 def parse_only(words: list[str]) -> None:
     """Run a program up to the point where its arguments are parsed, and no further; ends this process."""
+    gc.freeze()  # what the forked process holds is not looked through again
     parse, known = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args
 
     def parse_and_leave(self, *given, **more):
