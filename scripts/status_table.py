@@ -249,7 +249,7 @@ def result_table() -> str:
         f"1 x {best['device']}, {best['date']} | [results](docs/results.md#speed-on-one-gpu) |"
     )
     lines.append(
-        f"| memory predicted before the run | {len(measured)} settings: mean error "
+        f"| memory of a step on one GPU, predicted | {len(measured)} settings: mean error "
         f"{sum(errors) / len(errors):.1%}, worst {max(errors):.1%} | {hardware(memory)} | [memory](docs/memory.md) |"
     )
     lines.append(
