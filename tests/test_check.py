@@ -103,18 +103,29 @@ def test_no_finding_on_a_shipped_recipe_under_any_strategy_that_it_fits(recipe, 
             assert told["strategy"] == strategy and told["world"] == (1 if strategy == "single" else 8)
 
 
-def readme_lines() -> dict[str, str]:
-    """The launch lines of the README's table of recipes, without `accelerate launch`."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    lines = re.findall(r"`accelerate launch (--config_file \S+ recipes/(\S+)/train\.py)` \|", text)
-    return {recipe: line for line, recipe in lines}
+def own_line(recipe: str) -> str:
+    """The launch line in the head of a recipe's config.yaml, without `accelerate launch`."""
+    strategy = launching.own_strategy(ROOT / "recipes" / recipe)
+    return f"--config_file accelerate_configs/{strategy}.yaml recipes/{recipe}/train.py"
 
 
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "gpt-oss-120b"])
-def test_the_default_line_of_a_recipe_passes_with_its_memory(recipe, monkeypatch, capsys):
-    """On eight GPUs of 80 GB in a machine of 2 TiB; gpt-oss-120b's line runs from a shell below."""
+def default_lines():
+    """One recipe of each own strategy on GPUs of 80 GB; the others on GPUs that hold any of them, with --matrix."""
+    seen = set()
+    for recipe in RECIPES:
+        strategy = launching.own_strategy(ROOT / "recipes" / recipe)
+        if recipe == "gpt-oss-120b":
+            continue  # its line runs from a shell below
+        marks = [pytest.mark.matrix] if strategy in seen else []
+        yield pytest.param(recipe, "b200-180gb" if marks else "h100-80gb", marks=marks)
+        seen.add(strategy)
+
+
+@pytest.mark.parametrize(("recipe", "gpu"), default_lines())
+def test_the_default_line_of_a_recipe_passes_with_its_memory(recipe, gpu, monkeypatch, capsys):
+    """On eight GPUs in a machine of 2 TiB."""
     monkeypatch.chdir(ROOT)
-    line = ["--gpu", "h100-80gb", "--host-ram", "2048", *readme_lines()[recipe].split()]
+    line = ["--gpu", gpu, "--host-ram", "2048", *own_line(recipe).split()]
     code, told = report(line, capsys, memory=True)
     assert code == 0 and not told["findings"], told["findings"]
     assert f"*{told['strategy']}" in told["memory"] and "cheapest that fits" in told["memory"]
@@ -323,7 +334,7 @@ def test_a_version_that_was_not_tested_is_told(monkeypatch, capsys):
 def test_the_check_runs_from_a_shell():
     """As people type it, memory included; seconds are printed, and nothing of the libraries' noise is among the lines."""
     line = ["scripts/check.py", "--gpu", "h100-80gb", "--host-ram", "2048", "--num_processes", "8"]
-    line += readme_lines()["gpt-oss-120b"].split()
+    line += own_line("gpt-oss-120b").split()
     done = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
