@@ -107,8 +107,10 @@ def test_messages_that_troubleshooting_quotes_are_those_of_the_code():
 
 def test_rules_that_troubleshooting_names_are_those_of_the_check():
     table = rows((ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
-    code = {part: (ROOT / "scripts" / f"{part}.py").read_text(encoding="utf-8") for part in ("inspect_checks",)}
-    checks = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob("check_*.py"))
+    checks, inspections = (
+        "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob(pattern))
+        for pattern in ("check_*.py", "inspect_*.py")
+    )
     for row in table:
         assert len(row) == 4, row
         for who in row[3].split(";"):
@@ -116,7 +118,7 @@ def test_rules_that_troubleshooting_names_are_those_of_the_check():
                 if who.strip().startswith("check"):
                     assert f'"{name}"' in checks, f"check.py has no rule {name}"
                 elif who.strip().startswith("inspect"):
-                    assert f'"{name}"' in code["inspect_checks"], f"inspect_data.py has no check {name!r}"
+                    assert f'"{name}"' in inspections, f"inspect_data.py has no check {name!r}"
                 else:
                     assert name in own_texts(), name
 
