@@ -31,8 +31,11 @@ EOF
         echo "Making .venv from requirements.txt and requirements-dev.txt, with $("$python" --version)"
         "$python" -m venv --clear .venv ||
             fail "$python cannot make an environment. On Debian and Ubuntu: apt-get install python3-venv"
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt ||
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+            -r requirements.txt -r requirements-dev.txt ||
             fail "pip could not install requirements.txt and requirements-dev.txt; what it said stands above."
+        # Compiled on all cores, which pip does on one; some packages hold files of another Python, and that is no error.
+        .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
         echo "$stamp" >.venv/made-from
     fi
     export PATH="$PWD/.venv/bin:$PATH"

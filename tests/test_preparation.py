@@ -69,6 +69,8 @@ def test_two_ranks_train_from_it_without_tokenizing(words, prepared, tmp_path):
         str(prepared),
         "--max_steps",
         "2",
+        "--gradient_accumulation_steps",
+        "1",
         "--save_strategy",
         "no",
         "--bf16",
