@@ -190,6 +190,11 @@ class Job:
         if folder is None:
             raise ExportError(f"{self.weights} has no config.json, and its base is unknown. Name it with --base.")
         config = read_config(folder)
+        if "text_config" in config:  # of a model that reads images, too, the language model was trained
+            from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+            text = AutoConfig.from_pretrained(folder).get_text_config()
+            config = text.to_dict() | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[type(text)].__name__]}
         for key in ("quantization_config", "torch_dtype", "_name_or_path"):
             config.pop(key, None)
         # FSDP1's wrapper gives the class its name (transformers #40207).

@@ -47,12 +47,17 @@ class Entry(NamedTuple):
 class SafetensorsReader:
     """A model or adapter folder in safetensors; the experts of an MXFP4 folder are given as bf16.
 
+    Of a model that reads images, too, the language model alone, under the names of its own class.
     Raises ExportError as `read_headers` does, and for MXFP4 weights in another layout than the published one.
     """
 
     def __init__(self, folder: Path, config: dict | None = None):
         self.stored: dict[str, Stored] = read_headers(folder)
-        self.plan = None
+        self.plan, self.names = None, {}
+        if "text_config" in (config or {}):
+            text = [name for name in self.stored if not name.startswith(("model.visual.", "mtp."))]
+            self.names = {name.replace("model.language_model.", "model.", 1): name for name in text}
+            self.stored = {name: self.stored[published] for name, published in self.names.items()}
         if any(name.endswith("_blocks") for name in self.stored):
             self.plan, self.table = plan_bf16(self.stored, folder, config or {}), pair_table()
             self.tensors = {name: Entry(planned.shape, torch.bfloat16) for name, planned in self.plan.items()}
@@ -68,7 +73,7 @@ class SafetensorsReader:
 
     def read(self, name: str) -> torch.Tensor:
         if self.plan is None:
-            return read_tensor(self.stored[name], name)
+            return read_tensor(self.stored[name], self.names.get(name, name))
         parts = [read_tensor(self.stored[source], source) for source in self.plan[name].sources]
         return dequantize_mxfp4(*parts, self.table) if len(parts) == 2 else parts[0].to(torch.bfloat16)
 

@@ -8,15 +8,17 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import export_run
 import memory
 import memory_trace
 import pytest
 import tiny_model
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -172,6 +174,22 @@ def test_a_checkpoint_under_other_names_is_refused(folder, model, tmp_path):
     assert watcher.loaded_problem(
         llama, llama.load_state_dict({**state, "other": state["model.norm.weight"]}, strict=False)
     )
+
+
+def test_an_adapter_is_merged_into_the_language_model_alone(folder, tmp_path):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(r=4, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "adapter")
+    export_run.export_run(tmp_path / "adapter", tmp_path / "merged", base=str(folder), merge=True, proof=False)
+    merged, told = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(told.values()) and merged.config.model_type == "qwen3_5_text"
+    assert merged.config.architectures == ["Qwen3_5ForCausalLM"]
+    ids = torch.arange(40).unsqueeze(0) + 60
+    with torch.no_grad():
+        assert torch.allclose(merged.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------- what a step costs
