@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +15,13 @@ import pytest
 import smoke
 import torch
 import torch.distributed.checkpoint as dcp
+from transformers import LlamaConfig, TrainerCallback
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes" / "llama-3.2-1b"))
+import guard  # noqa: E402
 import keeper  # noqa: E402
+import run_log  # noqa: E402
 import watcher  # noqa: E402
 
 TROUBLED = Path(__file__).with_name("troubled_run.py")
@@ -58,6 +62,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_its_rows_are_kept(benches, t
         turns = row["labelled"].split("<|eot_id|>")
         assert any(turns) and all(turn in row["text"] for turn in turns)
     assert not (run / "bad_step_3_rank_0.json").exists()
+    assert result.output.count("step 1/9  loss") == result.output.count("strategy ddp over 2 process(es)") == 1
     assert [watcher.is_complete(path) for path in watcher.checkpoints(run)] == [None, None]
     assert watcher.checkpoints(run)[0].name == "checkpoint-2"
     assert json.loads((run / "run.json").read_text())["outcome"] == "failed"
@@ -161,6 +166,40 @@ def test_what_will_be_written_again_does_not_look_whole_meanwhile(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+def test_a_mark_lists_what_all_machines_see(tmp_path, monkeypatch):
+    """A network file system may show a machine only its own files for a while."""
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    for name in ("mine", "theirs"):
+        (folder / name).write_text(name)
+    monkeypatch.setitem(watcher.RUN, "folder", tmp_path)
+    monkeypatch.setattr(watcher, "listing", lambda _: {"mine": 4})
+    monkeypatch.setattr(
+        watcher, "exchange", lambda stage, value: [value, {"theirs": 6}] if "files" in stage else [value]
+    )
+    saver = SimpleNamespace(keep=None, clock=0.0, tell_save_time=lambda _: None)
+    watcher.Watcher.on_save(saver, None, SimpleNamespace(global_step=2), None)
+    assert json.loads((folder / watcher.MARK).read_text())["files"] == {"mine": 4, "theirs": 6}
+    assert watcher.is_complete(folder) is None
+    (folder / "theirs").unlink()
+    assert "theirs is missing" in watcher.is_complete(folder)
+
+
+def test_offloaded_state_needs_host_memory_and_no_gpu(monkeypatch):
+    monkeypatch.setitem(guard.RUN, "parameters", 0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=99
+    )
+    arguments = SimpleNamespace(use_peft=False, dtype="bfloat16", load_in_4bit=False, load_in_8bit=False)
+
+    def needs(strategy, host=False):
+        return guard.state_bytes(config, arguments, "adamw_torch", strategy, 4, host)
+
+    assert needs("zero3_offload") == 0 == needs("zero3", host=True)
+    # A quarter of bf16 weights and gradients, fp32 weights and two moments: 16 bytes a parameter.
+    assert needs("zero3_offload", host=True) == needs("zero3") == 16 * guard.RUN["parameters"] / 4 > 0
+
+
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(keeper.RUN, "strategy", "fsdp")
     monkeypatch.delenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", raising=False)
@@ -217,12 +256,14 @@ def broken_trackers(benches, tmp_path_factory):
     """A run with a tracker and an upload that always fail and with secrets everywhere: (launch result, its folder)."""
     bench, root = benches("llama-3.2-1b"), tmp_path_factory.mktemp("trackers")
     shutil.copytree(bench.folder, root / "recipes" / "mine")
-    shutil.copytree(ROOT / "accelerate_configs", root / "accelerate_configs")
+    for name in ("accelerate_configs", "scripts"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     words = [
         "--max_steps",
         "4",
         "--report_to",
         "broken",
+        "absent",
         "--hub_token",
         "hf_argumenttoken",
         "--run_name",
@@ -248,14 +289,60 @@ def test_a_tracker_or_an_upload_that_fails_costs_no_weight(broken_trackers):
     assert result.rc == 0, smoke.reason(result.output)
     for name in ("Broken.on_log", "SFTTrainer._push_from_checkpoint"):
         assert f"warning: {name} failed, training goes on" in result.output
+    assert "the tracker Broken is switched off after three errors in a row" in result.output
+    assert "warning: Absent.start failed" in result.output and "the tracker Absent is not used" in result.output
     assert json.loads((root / "run" / "run.json").read_text())["outcome"] == "done"
     assert (root / "run" / "final" / "model.safetensors").is_file()
     assert watcher.is_complete(root / "run" / "checkpoint-3") is None
 
 
+def test_a_run_says_what_it_will_do_and_what_came_out(broken_trackers):
+    result, root = broken_trackers
+    run, said = root / "run", result.output
+    tokens = json.loads((run / "run.json").read_text())["tokens"] / 20 * 4  # 20 rows are trained on, 4 a step
+    for text in (
+        f"about {tokens:,.0f} tokens a step, {4 * tokens:,.0f} in 4 steps to go",
+        "weights, gradients and optimizer take about 0.0",
+        f"into {run}: metrics.jsonl, a checkpoint every 3 steps (the newest 2 kept), final/",
+    ):
+        assert said.count(text) == 1 and said.index(text) < said.index("step 1/4  loss"), text
+    lines = [line for line in launching.metrics(run) if "loss" in line]
+    assert f"step 4/4  loss {lines[-1]['loss']:.4g}  grad_norm" in said
+    last = said[said.index("done: ") :]
+    assert f"{run / 'final'} after 4 steps; loss {lines[-1]['loss']:.4g}; eval_loss" in last
+    for command in (f"chat_scores.py {run} --use_cpu true", f"report.py {run}", f"export.py {run} DEST"):
+        assert f"next: python scripts/{command}\n" in last
+    assert "\r" not in said and "it/s]" not in said  # no bar in a log
+
+
+def test_a_tracker_that_does_not_answer_is_left_alone(monkeypatch, capsys):
+    class Hangs(TrainerCallback):
+        def on_log(self, *_, **__):
+            calls.append(1)
+            released.wait(20)
+
+    calls, released = [], threading.Event()
+    monkeypatch.setattr(run_log, "PATIENCE", 0.05)
+    monkeypatch.setattr(run_log.atexit, "register", lambda _: None)  # it would end the tests
+    monkeypatch.delitem(run_log.RUN, "leaves", raising=False)
+    tracker = run_log.Tracker("Hangs", Hangs)
+    for _ in range(5):
+        tracker.on_log(None, None, None)
+    released.set()
+    assert calls == [1] and run_log.RUN["leaves"]
+    assert "Hangs.on_log has not answered" in capsys.readouterr().out
+
+
+def test_an_unknown_tracker_is_refused():
+    arguments = SimpleNamespace(report_to=["tensorbord"])
+    assert "no tracker 'tensorbord'; known are" in run_log.trackers_problem(arguments)
+    assert run_log.trackers_problem(SimpleNamespace(report_to=["tensorboard"])) is None
+
+
 def test_no_secret_is_left_anywhere(broken_trackers):
     _, root = broken_trackers
     secrets = [*SECRETS.values(), "pass-word", "hf_argumenttoken"]
+    assert not any(secret in (root / "log").read_text() for secret in secrets)
     files = [path for path in root.rglob("*") if path.is_file()]
     assert any(path.name == "training_args.bin" for path in files)
     found = [(path.name, secret) for path in files for secret in secrets if secret.encode() in path.read_bytes()]

@@ -1,7 +1,7 @@
 """Runs a recipe's train.py with one trouble built in, named by the variable TROUBLE; test_run_safety.py starts it.
 
 nan: rank 1's loss is not a number at its third step. unlabelled: no token of the second step carries a label.
-trackers: a tracker and an upload that fail whenever they are called.
+trackers: a tracker and an upload that fail whenever they are called, and a tracker that cannot be made.
 """
 
 import os
@@ -49,7 +49,11 @@ def trackers() -> None:
     def push(self, folder):
         raise ConnectionError("the hub is down")
 
-    integrations.INTEGRATION_TO_CALLBACK["broken"] = Broken
+    class Absent(TrainerCallback):
+        def __init__(self):
+            raise RuntimeError("the package is not installed")
+
+    integrations.INTEGRATION_TO_CALLBACK |= {"broken": Broken, "absent": Absent}
     Trainer._push_from_checkpoint = push
     save = Trainer._save_checkpoint
 

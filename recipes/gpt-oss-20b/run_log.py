@@ -214,7 +214,7 @@ def plan(args, state, keep: int | None) -> None:
         f"{RUN['state_bytes'] / 2**30:.2f} GiB {place}, activations come on top"
     )
     saves = {"steps": f"every {state.save_steps:g} steps", "epoch": "after each epoch"}.get(args.save_strategy.value)
-    kept = f" (the newest {keep} are kept)" if keep else ""
+    kept = f" (the newest {keep} kept)" if keep else ""
     saved = f"a checkpoint {saves}{kept}, " if saves else "no checkpoint, "
     say(f"into {RUN['folder']}: metrics.jsonl, {saved}final/")
 
@@ -235,7 +235,7 @@ def outcome(trainer, final: str) -> None:
     told.append(f"this start took {timedelta(seconds=round(took))}, {first:.0f} s of it up to its first step")
     say("; ".join(told))
 
-    recipe, run = Path(RUN["script"]).parent, RUN["folder"]
+    recipe, run = Path(os.path.relpath(Path(RUN["script"]).parent)), RUN["folder"]
     scripts = next((path for path in (Path("scripts"), recipe / ".." / ".." / "scripts") if path.is_dir()), Path("-"))
     score = f"{recipe / 'score.py'} {run}"
     if not (recipe / "score.py").is_file():
