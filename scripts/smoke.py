@@ -114,6 +114,8 @@ class Bench:
             given["lora_dropout"] = 0.0
         if self.settings.get("group_by"):
             given["group_by"] = "id"
+        if not self.settings.get("use_peft"):  # what shards keeps fp32 masters of bf16 weights; one process does not
+            given["dtype"] = "float32"
         if self.precision == "fp32":
             given |= {"bf16": "false", "dtype": "float32"}
         words = ["--config", self.config]

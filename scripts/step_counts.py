@@ -87,6 +87,8 @@ def measure(recipe: Path, work: Path, *arguments: str) -> dict[str, int]:
     words = ["--use_cpu", "true", "--model_name_or_path", str(model), "--output_dir", str(work / "run")]
     words += ["--dataset_name", str(rows), "--assistant_only_loss", "false", "--eval_strategy", "no"]
     words += ["--save_strategy", "no", "--max_length", "128", "--max_steps", str(STEPS + 1)]
+    if not launching.read_config(recipe).get("use_peft"):  # one process has no sharded fp32 masters
+        words += ["--dtype", "float32"]
     words += [
         "--per_device_train_batch_size",
         "2",
