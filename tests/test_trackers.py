@@ -75,7 +75,8 @@ def tracked(benches, tmp_path_factory):
     words += ["--hub_token", "hf_argumenttoken"]
     local = LOCAL | {"MLFLOW_TRACKING_URI": f"file:{root / 'mlruns'}", "TRACKIO_DIR": str(root / "trackio")}
     local |= SECRETS | {"WANDB_DIR": str(root), "HF_HOME": str(bench.work / "cache")}
-    options = {"log": root / "log", "processes": 1, "environment": local}
+    # Fresh: trackers may read their variables when they are imported.
+    options = {"log": root / "log", "processes": 1, "environment": local, "fresh": True}
     return launching.launch(bench.folder, "single", *words, **options), root, installed
 
 
