@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import fault_campaign
+import launching
 import pytest
 import result_tables
 from fault_campaign import Chain, Fault, SmallDisk
@@ -31,6 +32,12 @@ def survive(chain: Chain, faults: list[Fault]) -> list[dict]:
     assert not end["problems"], end
     assert [line["problems"] for line in judged] == [[]] * len(faults), judged
     return judged
+
+
+@pytest.fixture(autouse=True)
+def fresh_launches(monkeypatch):
+    """Processes that are struck are started as in life."""
+    monkeypatch.setattr(launching, "FRESH", True)
 
 
 @pytest.fixture(scope="module")
