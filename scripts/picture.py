@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-HIDDEN = re.compile(r"(transformers|torch|kernels|Warning|warnings\.warn|\[A|it/s\]|examples/s\])")
+HIDDEN = re.compile(r"(\[WARNING\]|transformers|torch|kernels|Warning|warnings\.warn|\[A|it/s\]|examples/s\])")
 
 
 def shown(command: list[str], columns: int) -> tuple[int, str]:
