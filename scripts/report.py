@@ -66,7 +66,6 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
     """(label, value, remark) of what one looks for first. The same labels for every run; value "–" where unknown."""
     losses, last, evals = run.values("loss"), run.last_losses, run.values("eval_loss")
     planned, memory, rate = run.planned_steps, run.peak_memory, run.median("tokens_per_second")
-    resumes = len(run.starts) - 1
     outcome = OUTCOMES.get(run.outcome, run.outcome)
     found = [
         ("Outcome", outcome, f"step {run.steps}" + (f" of {planned}" if planned else "")),
@@ -83,7 +82,7 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
         (
             "Time",
             duration(run.seconds) if run.seconds else "",
-            f"{resumes} resume{'s' if resumes > 1 else ''}" if resumes > 0 else "one start",
+            f"{len(run.starts)} start{'s' * (len(run.starts) != 1)}, {len(run.resumes)} resumed",
         ),
         ("Tokens", number(run.tokens) if run.tokens else "", "trained on, repeated steps included"),
         (
@@ -180,8 +179,7 @@ def charts(runs: list[Run]) -> tuple[list[Chart], list[str]]:
         marks = [
             (start.first, index, "resumed" if len(runs) == 1 else f"{run.name} resumed")
             for index, run in enumerate(runs)
-            for start in run.starts[1:]
-            if start.first is not None
+            for start in run.resumes
         ]
         drawn.append(Chart(title, unit, lines, marks, note, (min(steps), max(steps))))
     return drawn, missing

@@ -106,12 +106,13 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def limits(chart: Chart) -> tuple[float, float, float, float]:
-    """(x from, x to, y from, y to). A few values far above all others are cut off at the top."""
+    """(x from, x to, y from, y to). Lone values far above all others are cut off at the top; a high start is not."""
     xs = chart.steps or [x for line in chart.lines for x, _ in line.points]
     ys = sorted(y for line in chart.lines for _, y in line.points)
     low, high, typical = ys[0], ys[-1], ys[math.floor(0.98 * (len(ys) - 1))]
     if len(ys) > 40 and high - low > 3 * (typical - low) > 0:
-        high = low + 1.3 * (typical - low)
+        starts = [y for line in chart.lines for _, y in [line.points[0], *line.smooth]]
+        high = max(low + 1.3 * (typical - low), *starts)
     room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
     bottom = low - room if low < 0 or low - room > 0.3 * high else 0.0  # 0 where it is near
     return min(xs), max(max(xs), min(xs) + 1), bottom, high + room

@@ -89,6 +89,12 @@ class Run:
         """(step, value) of a key of metrics.jsonl by step; of a step that was logged twice, the later value."""
         return sorted({line["step"]: line[key] for line in self.lines if _is_number(line.get(key))}.items())
 
+    @property
+    def resumes(self) -> list[Start]:
+        """The starts that went on from a checkpoint, as far as logged steps tell: those that did not begin anew."""
+        logged = [start for start in self.starts if start.first is not None]
+        return [start for start in logged[1:] if start.first > logged[0].first]
+
     def values(self, key: str) -> list[float]:
         return [value for _, value in self.curve(key)]
 

@@ -236,7 +236,7 @@ def test_the_summary_is_what_the_run_left(run):
     assert told["Training loss"] == (f"{losses[0]:.3f} → {sum(losses[-3:]) / 3:.3f}", "first, mean of the last 3")
     assert told["Score"][0] == f"{scores['held-out rows']['base']['micro_f1']:.3f} → {tuned['micro_f1']:.3f}"
     assert f"{tuned['documents']} held-out rows" in told["Score"][1]
-    assert told["Time"][1] == "1 resume"
+    assert told["Time"][1] == "2 starts, 1 resumed"
     first, second = record["started"]
     spans = [max(line["time"] for line in lines if line["time"] < second) - first, lines[-1]["time"] - second]
     assert told["Time"][0] == report.duration(sum(spans))
@@ -254,6 +254,20 @@ def test_the_resume_is_marked_where_the_second_start_went_on(run):
     assert read.starts[1].repeated == len([line for line in lines if line["step"] in second]) - len(second)
     for chart in report.charts([read])[0]:
         assert [(step, what) for step, _, what in chart.marks] == [(second[0], "resumed")]
+
+
+def test_a_start_that_began_anew_is_no_resume(run, tmp_path):
+    folder = copy_of(run, tmp_path / "anew")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first = lines[0]["time"]
+    told = json.loads((run / "run.json").read_text()) | {
+        "started": [first - 60, first - 30, first - 1]
+    }  # two died early
+    (folder / "run.json").write_text(json.dumps(told))
+    read = report_data.read_run(folder)
+    assert len(read.starts) == 3 and read.resumes == []
+    assert all(chart.marks == [] for chart in report.charts([read])[0])
+    assert "Start 1, 2 of 3 ended" in " ".join(read.notes)
 
 
 def test_data_settings_and_command_are_those_of_the_run(run):
@@ -429,6 +443,9 @@ def test_a_long_run_stays_small_and_keeps_its_spike(tmp_path):
     points = report_data.read_run(folder).curve("loss")
     assert max(report_charts.thinned(points), key=lambda point: point[1])[0] == 11_234
     chart = report_charts.Chart("Loss", "", [report_charts.Line("long", 0, points)])
+    steep = [(step, 5 / step) for step in range(1, 200)]
+    high = report_charts.Chart("Loss", "", [report_charts.Line("steep", 0, steep, report_charts.smoothed(steep))])
+    assert report_charts.limits(high)[3] > 5  # the start of a curve is no spike
     assert report_charts.limits(chart)[3] < 10  # one value does not press the curve flat
     assert "highest 4" in chart.summary and "at step 11234" in chart.summary  # nor is it hidden
 
