@@ -1,4 +1,7 @@
-"""docs/using.md: every command runs, and a tuned model that is chatted with, served or pushed is not the base."""
+"""docs/using.md: its commands run, and a tuned model that is chatted with, served or pushed is not the base.
+
+vLLM's commands run under `--matrix` alone, in an environment that the test makes.
+"""
 
 import base64
 import contextlib
