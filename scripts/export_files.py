@@ -25,7 +25,7 @@ COMPANIONS = (
     "chat_template*",
     "generation_config.json",
     "LICEN[CS]E*",
-    "USAGE_POLICY*",
+    "*POLICY*",  # gpt-oss: USAGE_POLICY, Llama: USE_POLICY.md
     "NOTICE*",
 )
 DOWNLOAD = ("config.json", "model*.safetensors", INDEX, *COMPANIONS)

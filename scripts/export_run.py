@@ -34,7 +34,7 @@ from export_mxfp4 import EXPERTS, SECTION, check_mxfp4, quantize_mxfp4
 from export_shards import Entry, SafetensorsReader, adapter_names, open_weights, whole_problem
 from safetensors.torch import save_file
 
-LICENCES = ("LICEN[CS]E*", "USAGE_POLICY*", "NOTICE*")
+LICENCES = ("LICEN[CS]E*", "*POLICY*", "NOTICE*")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROOF_LINE = "proof: "  # stands before the JSON that export_proof.py prints
 
