@@ -82,7 +82,8 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
         (
             "Time",
             duration(run.seconds) if run.seconds else "",
-            f"{len(run.starts)} start{'s' * (len(run.starts) != 1)}, {len(run.resumes)} resumed",
+            f"{len(run.starts)} start{'s' * (len(run.starts) != 1)}"
+            + (f", {len(run.resumes)} resumed" if run.resumes else ""),
         ),
         ("Tokens", number(run.tokens) if run.tokens else "", "trained on, repeated steps included"),
         (
