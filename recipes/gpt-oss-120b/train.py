@@ -13,6 +13,7 @@ Loss on what the assistant writes, its reasoning included. Defaults stand in con
 
     ... recipes/gpt-oss-120b/train.py --learning_rate 1e-4 --dataset_name my_rows.jsonl
     ... recipes/gpt-oss-120b/train.py --config expert_lora
+    ... recipes/gpt-oss-120b/train.py --config expert_parallel
 """
 
 import json
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+from transformers.distributed import DistributedConfig
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
@@ -56,6 +58,24 @@ def load_model(model_args: ModelConfig, training_args: SFTConfig, quantization_c
     return model
 
 
+def sharding(training_args: SFTConfig, model_args: ModelConfig) -> dict:
+    """What from_pretrained is told where the config file gives `distributed_config`: transformers shards, not accelerate.
+
+    Each GPU of a machine then keeps its own experts, and tokens travel to them; other weights are FSDP2 over all GPUs.
+    """
+    asked = (training_args.model_init_kwargs or {}).get("distributed_config")
+    if asked is None:
+        return {}
+    if is_deepspeed_zero3_enabled() or not model_args.use_peft or model_args.lora_target_parameters:
+        raise ValueError(
+            "`distributed_config` is for LoRA on Linear layers, launched with accelerate_configs/fsdp.yaml."
+        )
+    os.environ["ACCELERATE_USE_FSDP"] = "false"  # accelerate would shard the shards again
+    sizes = {"fsdp_size": os.environ.get("WORLD_SIZE", 1), "ep_size": os.environ.get("LOCAL_WORLD_SIZE", 1)}
+    sizes = {name: int(size) for name, size in sizes.items()} | asked
+    return {"distributed_config": DistributedConfig(**sizes), "device_map": None}
+
+
 def main():
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, inputs.RecipeArguments))
     guard.check_launch(parser, __file__, ("single", "fsdp", "zero3", "zero3_offload"))
@@ -72,13 +92,15 @@ def main():
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation,
-    }
+    } | (native := sharding(training_args, model_args))
     # The published weights are MXFP4, which cannot be trained: they are turned into bf16, on purpose, while loading.
     quantization_config = Mxfp4Config(dequantize=True) if is_mxfp4 else None
     model = model_args.model_name_or_path
-    if model_args.load_in_4bit or (is_mxfp4 and not (is_fsdp_enabled() or is_deepspeed_zero3_enabled())):
+    if model_args.load_in_4bit or (is_mxfp4 and not (native or is_fsdp_enabled() or is_deepspeed_zero3_enabled())):
         model, quantization_config = load_model(model_args, training_args, quantization_config), None
         training_args.model_init_kwargs = None
+    # transformers 5.24 saves no optimizer state of such a model. An adapter's is whole on every rank, and saved as in DDP.
+    asked, training_args.save_only_model = training_args.save_only_model, training_args.save_only_model or bool(native)
     trainer = SFTTrainer(
         model=model,
         args=training_args,
@@ -88,6 +110,9 @@ def main():
         quantization_config=quantization_config,
         peft_config=get_peft_config(model_args),
     )
+    training_args.save_only_model = asked
+    if native:  # peft 0.21 takes a size of 1 for tensor parallelism, and would gather the whole base to save an adapter
+        trainer.model.get_base_model()._tp_size = None
     keeper.watch(trainer)
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
 
