@@ -99,9 +99,9 @@ def main() -> int:
     known = json.loads(FILE.read_text(encoding="utf-8"))["recipes"] if FILE.is_file() else {}
     for recipe in track(wanted, "recipes"):
         known[recipe] = choose(recipe)
+        report = {"recipes": {recipe: known[recipe] for recipe in memory.recipes() if recipe in known}}
+        FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(recipe, "done", flush=True)
-    report = {"recipes": {recipe: known[recipe] for recipe in memory.recipes() if recipe in known}}
-    FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(chooser_table(report))
     return 0
 
