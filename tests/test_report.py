@@ -188,7 +188,9 @@ def test_a_phone_needs_no_sideways_scrolling_and_print_is_light(browser, page):
 
 
 @needs_browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("page", "scheme"), [("one run", "light"), ("one run", "dark"), ("two runs", "light")], indirect=["page"]
+)
 def test_axe_finds_no_barrier(browser, page, scheme):
     import axe_core_python
 
