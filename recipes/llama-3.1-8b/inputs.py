@@ -149,6 +149,8 @@ def strict_arguments(parser, script: str) -> None:
         raise ValueError(message)
 
     parser.error, parser.allow_abbrev = refuse, False
+    if action := parser._option_string_actions.get("--report_to"):
+        action.nargs = "+"  # TRL's type is a list or a string, of which the parser has taken the string
     source, known = str(path), {action.dest for action in parser._actions} - {"help"}
     try:
         config = _config_words(path, known)
