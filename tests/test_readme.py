@@ -195,7 +195,7 @@ def test_walkthrough_from_a_csv_to_a_model_that_answers(tmp_path):
     assert told["outcome"] == "done" and told["arguments"]["learning_rate"] == 1e-5
     assert told["dataset"]["counts"]["training"]["read"] == 40  # every line of the CSV
     scores = json.loads((run / "scores.json").read_text(encoding="utf-8"))
-    assert {"base", "tuned"} <= scores.keys()
+    assert {"base", "tuned"} <= scores["held-out loss"].keys()
     assert "Held-out loss" in (run / "report.html").read_text(encoding="utf-8")
     assert "training moved the logits" in done.stdout and (mine / "my-model" / "config.json").is_file()
     assert "'role': 'assistant'" in done.stdout.splitlines()[-1]  # it answers
