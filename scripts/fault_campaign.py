@@ -45,6 +45,7 @@ import psutil
 import smoke
 import strategy_table
 import torch
+import xxhash
 from bars import track
 from launching import LaunchError
 from safetensors.torch import load_file
@@ -361,15 +362,17 @@ def outcome(run: Path) -> str | None:
 
 
 def whole_checkpoints(run: Path) -> set[int]:
-    """Steps of the checkpoints whose mark is there and whose files have the sizes it lists; read without the keeper."""
+    """Steps of the checkpoints whose files are as their mark lists them, in size and digest; read without the keeper."""
     found = set()
     for mark in run.glob("checkpoint-*/complete.json"):
         try:
-            listed = json.loads(mark.read_text(encoding="utf-8"))["files"].items()
+            told = json.loads(mark.read_text(encoding="utf-8"))
+            sizes, digests = told["files"].items(), told.get("digests") or {}
         except (ValueError, KeyError, AttributeError, TypeError):  # damaged on purpose, so not whole
             continue
-        sizes = {name: told if isinstance(told, int) else told[0] for name, told in listed}  # or size and digest
-        if all((file := mark.parent / name).is_file() and file.stat().st_size == size for name, size in sizes.items()):
+        if not all((file := mark.parent / name).is_file() and file.stat().st_size == size for name, size in sizes):
+            continue
+        if all(xxhash.xxh3_64((mark.parent / name).read_bytes()).hexdigest() == told for name, told in digests.items()):
             found.add(int(mark.parent.name.rpartition("-")[2]))
     return found
 

@@ -1,5 +1,6 @@
 """A run is not lost to bad numbers, a small disk, a broken tracker, other process counts; and it tells no secret."""
 
+import copy
 import json
 import os
 import pickle
@@ -347,3 +348,24 @@ def test_no_secret_is_left_anywhere(broken_trackers):
     assert any(path.name == "training_args.bin" for path in files)
     found = [(path.name, secret) for path in files for secret in secrets if secret.encode() in path.read_bytes()]
     assert found == []
+
+
+def test_cpu_adam_goes_on_as_if_it_had_not_been_loaded():
+    """DeepSpeed's CPU Adam rounds beta^t in another way after a load; without the mending, these weights differ."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    def trained(loaded_at: int | None) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(0)
+        weights = torch.nn.Parameter(torch.randn(1000, generator=draw))
+        adam = DeepSpeedCPUAdam([weights], lr=1e-2)
+        for step in range(1, 21):
+            weights.grad = torch.randn(1000, generator=draw)
+            adam.step()
+            if step == loaded_at:
+                state, adam = copy.deepcopy(adam.state_dict()), DeepSpeedCPUAdam([weights], lr=1e-2)
+                adam.load_state_dict(state)
+                watcher.repeat_bias_correction(SimpleNamespace(optimizer=adam), step)
+        return weights.detach()
+
+    unbroken = trained(None)
+    assert all(torch.equal(trained(step), unbroken) for step in (2, 5, 15, 19))

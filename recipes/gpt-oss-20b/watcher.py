@@ -27,6 +27,19 @@ from ranks import MARK, RUN, agree, environment, exchange, is_main, record, say
 GIB = 2**30
 
 
+def repeat_bias_correction(optimizer, steps: int) -> None:
+    """Bring DeepSpeed's CPU Adam to where it was after `steps` steps: it keeps beta^t as a running product, and after a
+    load takes a power instead, which rounds differently (deepspeed 0.19, csrc/includes/cpu_adam.h, IncrementStep)."""
+    while type(optimizer).__name__ != "DeepSpeedCPUAdam" and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    if type(optimizer).__name__ == "DeepSpeedCPUAdam":
+        nothing = [torch.zeros(1) for _ in range(4)]  # parameter, gradient and moments
+        for step in range(1, steps + 1):
+            optimizer.ds_opt_adam.adam_update(
+                optimizer.opt_id, step, 0.0, *optimizer.param_groups[0]["betas"], 1.0, 0.0, True, *nothing
+            )
+
+
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -193,6 +206,7 @@ class Watcher(TrainerCallback):
             for group in list(dist.distributed_c10d._world.pg_map):
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=args.ddp_timeout), group)
         agree("disk", disk_problem(self.trainer, self.keep) if is_main() else None)
+        repeat_bias_correction(self.trainer.optimizer, state.global_step)
         run_log.plan(args, state, self.keep)
         if state.global_step >= state.max_steps:  # stopped between the last step and the result: the trainer looks at
             control.should_training_stop = True  # max_steps only after a step, so it is given none
