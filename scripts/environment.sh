@@ -21,7 +21,7 @@ find_python() {
 make_environment() {
     local python stamp
     python=$(find_python)
-    stamp=$("$python" - requirements.txt requirements-dev.txt <<'EOF'
+    stamp=$("$python" - requirements*.txt <<'EOF'
 import hashlib, pathlib, sys
 text = "".join(pathlib.Path(name).read_text() for name in sys.argv[1:])
 print(hashlib.sha256((sys.version + text).encode()).hexdigest())

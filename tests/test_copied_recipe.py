@@ -15,7 +15,7 @@ STEPS = 3
 
 def copy(recipe: str, destination: Path, *beside: str) -> Path:
     """The recipe's folder under `destination`/recipes, with folders of the cookbook's root beside it."""
-    ignore = shutil.ignore_patterns("__pycache__", "run*")
+    ignore = shutil.ignore_patterns("__pycache__", "run", "run-*")
     for name in beside:
         shutil.copytree(ROOT / name, destination / name)
     return shutil.copytree(ROOT / "recipes" / recipe, destination / "recipes" / recipe, ignore=ignore)

@@ -245,7 +245,7 @@ ISOLATED = "packed documents are isolated"
     ],
 )
 def test_an_edited_copy_is_looked_at_as_it_is(recipe, file, old, new, names, look, tmp_path):
-    shutil.copytree(RECIPES / recipe, tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__", "run*"))
+    shutil.copytree(RECIPES / recipe, tmp_path / "mine", ignore=shutil.ignore_patterns("__pycache__", "run", "run-*"))
     edited = tmp_path / "mine" / file
     source = edited.read_text()
     assert source.count(old) == 1

@@ -24,7 +24,10 @@ def pins(name: str) -> dict[str, str]:
     """Package (lower case, hyphens) -> version of a requirements file; every line must be an exact pin."""
     found = {}
     for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
-        if line.strip() and not line.startswith("#"):
+        line = line.partition("  #")[0]
+        if line.startswith("-r "):
+            found |= pins(line.removeprefix("-r "))
+        elif line.strip() and not line.startswith("#"):
             pin = re.fullmatch(r"([A-Za-z0-9_.-]+)(?:\[\w+\])?==([0-9A-Za-z.]+)(?:; .+)?", line)
             assert pin, f"{name}: {line!r} is no exact pin that PyPI has (no +local, no @)"
             found[pin[1].lower().replace("_", "-")] = pin[2]

@@ -365,6 +365,7 @@ def close_run(trainer, final: str) -> None:
     if untie:  # FSDP and ZeRO gather the shared head as a second tensor; loading and saving makes it one again
         AutoModelForCausalLM.from_pretrained(final, dtype="auto").save_pretrained(final)
     if is_main():
+        Path(final, "README.md").unlink(missing_ok=True)  # peft's placeholder, with a path of this machine in it
         for file in Path(final).iterdir():  # safetensors writes 0600: colleagues could not read it
             file.chmod(file.stat().st_mode | (Path(final).stat().st_mode & 0o444))
     record(outcome="done", final=str(final), step=trainer.state.global_step)
