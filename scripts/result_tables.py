@@ -137,7 +137,19 @@ def fault_table() -> str:
     return fault_campaign.markdown(read("faults.json"))
 
 
+def data_table() -> str:
+    """Rows a second and memory of preparation and inspection, from a thousand rows to a million."""
+    report = read("data_speed.json")
+    lines = ["| rows | prepared, rows/s | GiB | inspected, rows/s | GiB |", "|---|---|---|---|---|"]
+    for row in report["results"]:
+        both = [row[name] for name in ("preparation", "inspection")]
+        cells = " | ".join(f"{part['rows_per_second']:,} | {part['private_gib']}" for part in both)
+        lines.append(f"| {row['rows']:,} | {cells} |")
+    return "\n".join([*lines, "", f"{surroundings(report)}; load average {report['load'][0]} at the end."])
+
+
 TABLES = {
+    "data": data_table,
     "gpu": gpu_table,
     "sroie": sroie_table,
     "memory": memory_table,
