@@ -4,9 +4,13 @@
         recipes/gpt-oss-120b/train.py --use_cpu true ...
 
 On a CPU an FSDP launch file is silently plain data parallel: `AcceleratorState.__init__` (accelerate 1.15) promotes to
-FSDP only from MULTI_GPU and its like. This wrapper makes the same promotion from MULTI_CPU, and nothing else.
+FSDP only from MULTI_GPU and its like. This wrapper makes the same promotion from MULTI_CPU.
+
+It also keeps bitsandbytes 0.50 from repacking 4-bit weights in an evaluation, which it does on CPUs with AVX512-BF16 alone:
+shards gathered anew are not repacked but would be read as such, and training would go on with other weights.
 """
 
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -30,6 +34,10 @@ def _init_and_promote(self, *args, fsdp_plugin=None, **kwargs):
 
 if __name__ == "__main__":
     AcceleratorState.__init__ = _init_and_promote
+    if importlib.util.find_spec("bitsandbytes"):
+        import bitsandbytes.nn.modules
+
+        bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)

@@ -127,6 +127,8 @@ class Bench:
         """One launch of this bench; its caches lie in the work folder."""
         options["environment"] = {"HF_HOME": str(self.work / "cache")}
         arguments = self.arguments(run, processes)
+        if self.settings.get("load_in_4bit") and strategy.startswith("zero3"):
+            options.setdefault("wrapper", launching.SCRIPTS / "fsdp_on_cpu.py")  # for 4-bit shards on a CPU: see there
         return launching.launch(self.folder, strategy, *arguments, log=log, processes=processes, **options)
 
     @cached_property
