@@ -11,7 +11,7 @@ make_environment
 echo "environment ready after $SECONDS s"
 workers=()
 if python -c 'import xdist' 2>/dev/null; then # the environment has pytest-xdist
-    workers=(-n 2 --dist loadgroup --no-loadscope-reorder)
+    workers=(-n 2 --dist loadfile --no-loadscope-reorder)
 fi
 status=0
 ruff check . || status=1

@@ -1,6 +1,6 @@
 """For every test: no hub, caches of its own, the programs in scripts/ importable; `--matrix` runs all cells.
 
-scripts/test.sh runs two workers of pytest-xdist. Tests that share a fixture of their module stay on one of them.
+scripts/test.sh runs two workers of pytest-xdist; the tests of a file stay on one of them, for they share fixtures.
 """
 
 import collections
@@ -23,6 +23,11 @@ if WORKER:
 sys.path.insert(0, str(ROOT / "scripts"))
 
 
+# Files that take minutes go first, so that no worker is left alone with one at the end.
+LONG = ("test_strategies", "test_run_safety", "test_copied_recipe", "test_using", "test_faults", "test_engines_real")
+LONG += ("test_trackers", "test_report", "test_check", "test_readme", "test_export_run")
+
+
 def pytest_addoption(parser):
     parser.addoption("--matrix", action="store_true", help="every recipe under every strategy; writes the table's file")
     parser.addoption("--fresh", action="store_true", help="no launch is a fork of preloaded libraries; so in a matrix")
@@ -33,10 +38,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    for item in items:
-        shared = [fixture for found in item._fixtureinfo.name2fixturedefs.values() for fixture in found]
-        if any(fixture.scope == "module" for fixture in shared):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     if not config.getoption("--matrix"):
         for item in items:
             if item.get_closest_marker("matrix"):
