@@ -441,7 +441,9 @@ def _read_script(launch: Launch, args: argparse.Namespace) -> None:
     _read_arguments(launch, names, words)
     if launch.model_args is not None:
         whole, launch.model_source = model_config(launch.model_args, launch)
-        launch.model_config = whole and whole.get_text_config()  # of a model that reads images, too, the text is trained
+        launch.model_config = (
+            whole and whole.get_text_config()
+        )  # of a model that reads images, too, the text is trained
         _choose_attention(launch)
 
 

@@ -34,7 +34,9 @@ def copy_cookbook(folder: Path, recipe: str) -> None:
     for name in ("accelerate_configs", "deepspeed_configs"):
         shutil.copytree(ROOT / name, folder / name)
     if (ROOT / "recipes" / recipe).is_dir():
-        shutil.copytree(ROOT / "recipes" / recipe, folder / "recipes" / recipe, ignore=shutil.ignore_patterns("run", "run-*"))
+        shutil.copytree(
+            ROOT / "recipes" / recipe, folder / "recipes" / recipe, ignore=shutil.ignore_patterns("run", "run-*")
+        )
     rows = [{"prompt": f"What is {n} + {n}?", "completion": str(n + n)} for n in range(40)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
 

@@ -177,7 +177,9 @@ def test_walkthrough_from_a_csv_to_a_model_that_answers(tmp_path):
     lines = walkthrough()
     assert len(lines) <= 16
     for name in ("recipes", "accelerate_configs", "deepspeed_configs", "scripts"):
-        shutil.copytree(ROOT / name, tmp_path / "cookbook" / name, ignore=shutil.ignore_patterns("__pycache__", "run", "run-*"))
+        shutil.copytree(
+            ROOT / name, tmp_path / "cookbook" / name, ignore=shutil.ignore_patterns("__pycache__", "run", "run-*")
+        )
     shutil.copy(ROOT / "requirements.txt", tmp_path / "cookbook")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(

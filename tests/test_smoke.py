@@ -24,7 +24,9 @@ def run_smoke(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 def copy(destination: Path, replace: dict[str, str] | None = None) -> Path:
     """The Llama recipe under another name, elsewhere, with texts in train.py and config.yaml replaced."""
-    folder = shutil.copytree(LLAMA, destination / "my-recipe", ignore=shutil.ignore_patterns("__pycache__", "run", "run-*"))
+    folder = shutil.copytree(
+        LLAMA, destination / "my-recipe", ignore=shutil.ignore_patterns("__pycache__", "run", "run-*")
+    )
     for old, new in (replace or {}).items():
         files = [file for file in (folder / "train.py", folder / "config.yaml") if old in file.read_text()]
         assert files, old
