@@ -20,9 +20,9 @@ import json
 import os
 from pathlib import Path
 
+import expert_parallel
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
-from transformers.distributed import DistributedConfig
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
@@ -58,24 +58,6 @@ def load_model(model_args: ModelConfig, training_args: SFTConfig, quantization_c
     return model
 
 
-def sharding(training_args: SFTConfig, model_args: ModelConfig) -> dict:
-    """What from_pretrained is told where the config file gives `distributed_config`: transformers shards, not accelerate.
-
-    Each GPU of a machine then keeps its own experts, and tokens travel to them; other weights are FSDP2 over all GPUs.
-    """
-    asked = (training_args.model_init_kwargs or {}).get("distributed_config")
-    if asked is None:
-        return {}
-    if is_deepspeed_zero3_enabled() or not model_args.use_peft or model_args.lora_target_parameters:
-        raise ValueError(
-            "`distributed_config` is for LoRA on Linear layers, launched with accelerate_configs/fsdp.yaml."
-        )
-    os.environ["ACCELERATE_USE_FSDP"] = "false"  # accelerate would shard the shards again
-    sizes = {"fsdp_size": os.environ.get("WORLD_SIZE", 1), "ep_size": os.environ.get("LOCAL_WORLD_SIZE", 1)}
-    sizes = {name: int(size) for name, size in sizes.items()} | asked
-    return {"distributed_config": DistributedConfig(**sizes), "device_map": None}
-
-
 def main():
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, inputs.RecipeArguments))
     guard.check_launch(parser, __file__, ("single", "fsdp", "zero3", "zero3_offload"))
@@ -92,7 +74,7 @@ def main():
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation,
-    } | (native := sharding(training_args, model_args))
+    } | (native := expert_parallel.sharding(training_args, model_args))
     # The published weights are MXFP4, which cannot be trained: they are turned into bf16, on purpose, while loading.
     quantization_config = Mxfp4Config(dequantize=True) if is_mxfp4 else None
     model = model_args.model_name_or_path
