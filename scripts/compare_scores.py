@@ -3,7 +3,8 @@
     python scripts/compare_scores.py before.json after.json
     python scripts/compare_scores.py before.json after.json --at_least 0.40
 
-With --at_least it exits with 1 unless the second micro F1 is at least that and above the first.
+With --keep RUN both go into RUN/scores.json, where report.py looks. With --at_least it exits with 1 unless
+the second micro F1 is at least that and above the first.
 """
 
 import argparse
@@ -47,6 +48,7 @@ def main() -> int | str:
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--at_least", type=float, metavar="F1", help="the micro F1 that the second report must reach")
+    parser.add_argument("--keep", type=Path, metavar="RUN", help="write both reports into RUN/scores.json")
     arguments = parser.parse_args()
     try:
         before, after = read_report(arguments.before), read_report(arguments.after)
@@ -56,6 +58,9 @@ def main() -> int | str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]))
+    if arguments.keep:
+        scores = {str(after.get("data")): {"base": before, "tuned": after}}
+        (arguments.keep / "scores.json").write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
     if arguments.at_least is None:
         return 0
     old, new = before["micro_f1"] or 0.0, after["micro_f1"] or 0.0

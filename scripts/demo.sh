@@ -56,18 +56,19 @@ run python scripts/sample_receipts.py "$folder/data" "${rows[@]}" --seed 0
 
 score() { # MODEL REPORT
     run "${launch[@]}" "$recipe/score.py" "$1" "$folder/data/test.jsonl" "${data[@]}" \
-        --chat_template_kwargs '{"enable_thinking": false}' --max_new_tokens "$tokens" --worst 0 --output "$2"
+        --chat_template_kwargs '{"enable_thinking": false}' --max_new_tokens "$tokens" --worst 3 --output "$2"
 }
 score "$folder/model" "$folder/before.json"
 run "${launch[@]}" "$recipe/train.py" --model_name_or_path "$folder/model" --dataset_name "$folder/data/train.jsonl" \
     "${data[@]}" --output_dir "$folder/run" "${training[@]}" "${batch[@]}" \
     --eval_strategy no --save_strategy no --activation_checkpointing false
 score "$folder/run/final" "$folder/after.json"
-run python scripts/compare_scores.py "$folder/before.json" "$folder/after.json" "${gate[@]}"
+run python scripts/compare_scores.py "$folder/before.json" "$folder/after.json" --keep "$folder/run" "${gate[@]}"
+run python scripts/report.py "$folder/run"
 
 cat <<EOF
 
-Done in $SECONDS s. The tuned model is $folder/run/final, the record of the run $folder/run/run.json.
+Done in $SECONDS s. Open $folder/run/report.html. The tuned model is $folder/run/final.
 What to try next, after \`source .venv/bin/activate\`:
   tail -n 3 $folder/run/metrics.jsonl
   python scripts/sample_receipts.py more --train 0 --test 100 --seed 7
