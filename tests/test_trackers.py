@@ -73,7 +73,7 @@ def tracked(benches, tmp_path_factory):
         pytest.skip("no tracker is installed: pip install -r requirements-trackers.txt")
     bench, root = benches("llama-3.2-1b"), tmp_path_factory.mktemp("tracked")
     words = [*bench.arguments(root / "run", 1), "--max_steps", str(STEPS), "--report_to", *installed]
-    words += ["--hub_token", "hf_argumenttoken"]
+    words += ["--hub_token", "plain-argument-token"]
     local = LOCAL | {"MLFLOW_TRACKING_URI": f"file:{root / 'mlruns'}", "TRACKIO_DIR": str(root / "trackio")}
     local |= SECRETS | {"WANDB_DIR": str(root), "HF_HOME": str(bench.work / "cache")}
     # Fresh: trackers may read their variables when they are imported.
@@ -94,7 +94,7 @@ def test_a_tracker_has_the_losses_of_the_run(tracked, name):
 
 def test_no_tracker_keeps_a_secret(tracked, tmp_path):
     _, root, _ = tracked
-    secrets = [secret.encode() for secret in ("hf_argumenttoken", *SECRETS.values())]
+    secrets = [secret.encode() for secret in ("plain-argument-token", *SECRETS.values())]
     shutil.copytree(
         root, tmp_path / "kept", ignore=shutil.ignore_patterns("*.db-shm", "*.db-wal")
     )  # SQLite's, which go

@@ -220,7 +220,8 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
     agree("trackers", run_log.trackers_problem(training_args))
     if token := training_args.hub_token:  # the trainer writes its arguments, whole, into every checkpoint
         os.environ["HF_TOKEN"], training_args.hub_token = token, None
-        sys.argv = [word.replace(token, "***") for word in sys.argv]  # trackers keep the command line
+        for words in (sys.argv, GIVEN["words"]):  # trackers keep the command line, the run record both
+            words[:] = [word.replace(token, "***") for word in words]
     sys.argv = [re.sub(SECRET, "***", word) for word in sys.argv]
     RUN["folder"] = folder = Path(training_args.output_dir)
     problem, earlier, reasons = None, {}, {}
