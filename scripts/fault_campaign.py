@@ -3,7 +3,7 @@
     python scripts/fault_campaign.py --work DIR                    # all of it, an hour or two on two cores
     python scripts/fault_campaign.py --work DIR                    # again: continues where it was stopped
     python scripts/fault_campaign.py --work DIR --strategy fsdp    # only these chains
-    python scripts/fault_campaign.py --table docs/faults.md         # writes the table between its two marks there
+    python scripts/result_tables.py docs/faults.md                 # then writes the table
 
 A chain is one run of one recipe under one strategy that is started, struck by a fault, started again by the same
 command, struck again, ... until it is done. Two chains a strategy: all weights with packing, and LoRA with dropout; both
@@ -52,7 +52,6 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "faults.json"
-BEGIN, END = "<!-- fault table -->", "<!-- end of fault table -->"
 STEPS = 60
 TARGETS = ("rank 0", "launcher, SIGTERM", "rank 1", "launcher", "everything")
 # A moment, and when of its occurrences in one start: so each start gets some steps further.
@@ -619,20 +618,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--work", type=Path, help="folder of the campaign; some hundred MB")
+    parser.add_argument("--work", type=Path, required=True, help="folder of the campaign; some hundred MB")
     parser.add_argument("--strategy", action="append", choices=list(SETTINGS), help="default: all")
     parser.add_argument("--no-disk", action="store_true", help="where no file system can be mounted")
-    parser.add_argument("--table", type=Path, help="write the table into this Markdown file, and measure nothing")
     asked = parser.parse_args()
-    if asked.table:
-        text = asked.table.read_text(encoding="utf-8")
-        if text.count(BEGIN) != 1 or text.count(END) != 1:
-            sys.exit(f"error: {asked.table} needs the lines {BEGIN} and {END} once each.")
-        table = markdown(json.loads(FILE.read_text(encoding="utf-8")))
-        asked.table.write_text(f"{text.split(BEGIN)[0]}{BEGIN}\n{table}\n{END}{text.split(END)[1]}", encoding="utf-8")
-        return 0
-    if not asked.work:
-        parser.error("--work or --table is needed")
     try:
         campaign(asked.work, asked.strategy or list(SETTINGS), not asked.no_disk)
     except LaunchError as error:

@@ -1,8 +1,7 @@
 """Seconds from the launch line to the first training step, and what they go to; tiny models on the CPU.
 
-    python scripts/startup.py                             # every recipe; writes docs/startup.json
+    python scripts/startup.py                             # every recipe; writes docs/startup.json, prints its table
     python scripts/startup.py llama-3.2-1b --repeat 5     # one recipe; the file keeps the others' lines
-    python scripts/startup.py --table README.md           # writes the kept table between its marks there
 
 Each launch is fresh, of one process under single.yaml, and of one process under zero2.yaml where the recipe fits it.
 The parts: launcher (`accelerate launch`, up to the start of train.py's process), import (up to the guard's first look
@@ -28,7 +27,6 @@ from bars import track
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "startup.json"
-BEGIN, END = "<!-- startup table -->", "<!-- end of startup table -->"
 PARTS = ("launcher", "import", "open", "load", "rows", "wrap", "first step")
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "datasets", "bitsandbytes")
 
@@ -95,19 +93,8 @@ def main() -> int:
     )
     parser.add_argument("recipes", nargs="*", help="names in recipes/; default: all")
     parser.add_argument("--repeat", type=int, default=3, help="launches of each (%(default)s)")
-    parser.add_argument("--table", type=Path, help="write the table into this Markdown file, and measure nothing")
     parser.add_argument("--output", type=Path, default=FILE, help="default: docs/startup.json")
     arguments = parser.parse_args()
-    if arguments.table:
-        text = arguments.table.read_text(encoding="utf-8")
-        if text.count(BEGIN) != 1 or text.count(END) != 1:
-            sys.exit(f"error: {arguments.table} needs the lines {BEGIN} and {END} once each.")
-        made = table(json.loads(arguments.output.read_text(encoding="utf-8")))
-        arguments.table.write_text(
-            f"{text.split(BEGIN)[0]}{BEGIN}\n{made}\n{END}{text.split(END)[1]}", encoding="utf-8"
-        )
-        return 0
-
     import smoke
 
     names = arguments.recipes or sorted(path.parent.name for path in (ROOT / "recipes").glob("*/train.py"))
@@ -137,6 +124,7 @@ def main() -> int:
         },
     }
     arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print("\n" + table(report))
     return 0
 
 

@@ -1,17 +1,12 @@
-"""Writes the table of strategies from docs/strategy_matrix.json, which `scripts/test.sh --matrix` measures.
+"""The table of strategies, from docs/strategy_matrix.json, which `scripts/test.sh --matrix` measures.
 
-    python scripts/strategy_table.py docs/results.md     # replaces what stands between the two marks there
-    python scripts/strategy_table.py                     # prints the table
-
-The marks are lines of their own: <!-- strategy table --> and <!-- end of strategy table -->.
+result_tables.py writes it into a page.
 """
 
-import argparse
 import importlib.metadata
 import json
 import os
 import platform
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +15,6 @@ import psutil
 from launching import STRATEGIES
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "strategy_matrix.json"
-BEGIN, END = "<!-- strategy table -->", "<!-- end of strategy table -->"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "datasets", "bitsandbytes")
 KEY = ("recipe", "config", "strategy", "precision")
 
@@ -73,26 +67,3 @@ def _entry(cell: dict | None) -> str:
     if cell is None:
         return "-"
     return "failed" if cell["error"] else f"{cell['loss_deviation']:.0e}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("file", nargs="?", type=Path, help="a Markdown file with the two marks")
-    file = parser.parse_args().file
-    if not FILE.is_file():
-        sys.exit(f"error: {FILE} is not there. Measure it: scripts/test.sh --matrix")
-    table = markdown(json.loads(FILE.read_text(encoding="utf-8")))
-    if file is None:
-        print(table)
-        return
-    text = file.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        sys.exit(f"error: {file} needs the lines {BEGIN} and {END} once each.")
-    head, tail = text.split(BEGIN)[0], text.split(END)[1]
-    file.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
