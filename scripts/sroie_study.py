@@ -443,7 +443,7 @@ def main() -> int:
     parser.add_argument("data", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
-    parser.add_argument("--workers", type=int, default=7, help="cells side by side on a GPU (%(default)s)")
+    parser.add_argument("--workers", type=int, default=5, help="cells side by side on a GPU (%(default)s)")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no cell after this time")
     parser.add_argument("--rehearse", action="store_true", help="two steps a cell and few receipts, on the CPU")
     arguments = parser.parse_args()
