@@ -80,7 +80,9 @@ def main() -> int:
             continue
         for config in sorted(recipe.glob("*.yaml")):
             bench = None
-            fitting = smoke.fitting(recipe) if config.stem == "config" else ("ddp",)
+            fitting = smoke.fitting(recipe)
+            if config.stem != "config":  # a variant once, under ddp where it fits
+                fitting = ("ddp" if "ddp" in fitting else launching.own_strategy(recipe, config.stem),)
             for strategy in arguments.strategy or fitting:
                 name = f"{recipe.name} {config.stem} {strategy}"
                 if strategy not in fitting or name in cells:
@@ -90,7 +92,7 @@ def main() -> int:
                     shutil.rmtree(work, ignore_errors=True)
                     bench = smoke.Bench(recipe, work, config.stem, "fp32")
                 cells[name] = cell(bench, strategy, work)
-                told = {"date": time.strftime("%Y-%m-%d"), **here, "cells": cells}
+                told |= {"date": time.strftime("%Y-%m-%d"), **here, "cells": cells}
                 FILE.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
                 print(f"{'FAIL' if cells[name]['error'] else 'OK  '} {name}: {cells[name]}", flush=True)
     return int(any(found["error"] for found in cells.values()))

@@ -140,6 +140,26 @@ def write_rows(work: Path, long: int) -> dict[str, Path]:
     return {"chat": chat, "receipts": receipts}
 
 
+def train_command(
+    strategy: str, recipe: str, config: str, model: Path, rows: dict, out: Path, rehearse: bool
+) -> list[str]:
+    """The launch line of a recipe's configuration, on rows of `write_rows`; saves nothing but the result."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
+    command += [f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
+    if rehearse and strategy != "single":
+        command += ["--num_processes", "2"]
+    command += ["scripts/fsdp_on_cpu.py"] if rehearse and strategy == "fsdp" else []
+    command += [f"recipes/{recipe}/train.py", "--config", config, "--model_name_or_path", str(model)]
+    command += ["--output_dir", str(out), "--save_strategy", "no", "--eval_strategy", "no"]
+    command += ["--use_cpu", "true"] if rehearse else []
+    if "invoice" in recipe:
+        command += ["--dataset_name", str(rows["receipts"]), "--text_column", "text"]
+        command += ["--target_column", "entities", "--schema_file", f"recipes/{recipe}/schema_receipt.json"]
+    else:
+        command += ["--dataset_name", str(rows["chat"]), "--dataset_train_split", "train"]
+    return command
+
+
 def read_cell(folder: Path) -> dict:
     """Step time in seconds (median without the first two), peak memory of rank 0 in GiB, first and last loss."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -152,6 +172,7 @@ def read_cell(folder: Path) -> dict:
         "peak_memory_gib": max((line.get("peak_memory_gib", 0) for line in lines), default=0),
         "loss": [round(steps[0]["loss"], 4), round(steps[-1]["loss"], 4)],
         "host_private_gib": [round(size / 2**30, 2) for size in record["host_private_bytes"]],
+        "startup_seconds": record["startup_seconds"],  # since the launch's process began; loading takes part of it
         "outcome": record["outcome"],
     }
 
@@ -190,20 +211,8 @@ def main() -> int:
             if arguments.make_only:
                 print(json.dumps(cell), flush=True)
                 continue
-            command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
-            command += [f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
-            if arguments.rehearse and strategy != "single":
-                command += ["--num_processes", "2"]
-            command += ["scripts/fsdp_on_cpu.py"] if arguments.rehearse and strategy == "fsdp" else []
-            command += [f"recipes/{recipe}/train.py", "--config", config, "--model_name_or_path", str(model)]
+            command = train_command(strategy, recipe, config, model, rows, out, arguments.rehearse)
             command += ["--max_steps", "5"]
-            command += ["--output_dir", str(out), "--save_strategy", "no", "--eval_strategy", "no"]
-            command += ["--use_cpu", "true"] if arguments.rehearse else []
-            if "invoice" in recipe:
-                command += ["--dataset_name", str(rows["receipts"]), "--text_column", "text"]
-                command += ["--target_column", "entities", "--schema_file", f"recipes/{recipe}/schema_receipt.json"]
-            else:
-                command += ["--dataset_name", str(rows["chat"]), "--dataset_train_split", "train"]
             code, cell["seconds"] = run(command, work / f"cell-{number}.log", 420)
             if code:
                 raise RuntimeError(f"exit code {code}")

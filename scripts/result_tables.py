@@ -49,7 +49,8 @@ def gpu_table() -> str:
         losses = " to ".join(f"{loss:.2f}" for loss in cell["loss"])
         depth = f"{cut} layers" if cut else "whole"
         lines.append(
-            f"| {name} | {strategy} | {cell['gpus']} | {depth} | {cell['step_seconds']} | {cell['peak_memory_gib']} | {losses} |"
+            f"| {name} | {strategy} | {cell['gpus']} | {depth} | {cell.get('step_seconds', '-')} | "
+            f"{cell['peak_memory_gib']} | {losses} |"
         )
     lines += [
         "",
@@ -57,6 +58,8 @@ def gpu_table() -> str:
         + "; ".join(dict.fromkeys(map(surroundings, reports)))
         + ".",
     ]
+    if any("step_seconds" not in cell for cell in best.values()):
+        lines += ["", "No step time: two launches shared the GPU."]
     if failed:
         lines += ["", "Failed first, and passed when repeated: " + "; ".join(failed) + "."]
     return "\n".join(lines)

@@ -81,7 +81,7 @@ def recipe_table() -> str:
 
 
 def gpu_cells() -> list[dict]:
-    """The cells of gpu_check.json that passed, each with recipe, config, number of GPUs, and depth where it was cut."""
+    """The cells of gpu_check.json that passed, each with recipe, config, GPUs, hardware, and depth where it was cut."""
     cells = []
     for report in read("gpu_check.json")["reports"]:
         for cell in report["cells"]:
@@ -91,7 +91,8 @@ def gpu_cells() -> list[dict]:
             cut = cell["depth"] if "depth" in cell else next(older, None)
             gpus = 1 if cell["strategy"] == "single" else len(report["gpus"])
             if "error" not in cell:
-                cells.append(cell | {"recipe": name, "config": config, "gpus": gpus, "cut": cut})
+                place = {"gpus": gpus, "hardware": f"{gpus} x {report['gpus'][0]}, {report['date']}"}
+                cells.append(cell | place | {"recipe": name, "config": config, "cut": cut})
     return cells
 
 
@@ -196,26 +197,28 @@ def lever_table() -> str:
     """What each setting was worth on one GPU, in the order in which benchmark.py adds them."""
     import benchmark
 
-    lines = ["| recipe | setting added | tokens/s before | after | factor | GiB after |", "|---|---|---|---|---|---|"]
+    lines = ["| recipe | settings added | tokens/s before | after | factor | GiB after |", "|---|---|---|---|---|---|"]
     by_arm = defaultdict(list)
     for line in read("benchmark.json")["results"]:
         key = line["key"]
         if "error" not in line and not key["rehearse"] and key["rows"] == "real" and not key["depth"]:
             by_arm[key["target"], key["arm"]].append(line)
     for name, target in benchmark.TARGETS.items():
-        before = None
+        before, added = None, []
         for arm in dict.fromkeys(["trl", *benchmark.arms(target)]):
-            repeats = by_arm.get((name, arm))
-            if not repeats or not (arm in ("trl", "full") or arm.startswith("add: ")):
+            if not (arm in ("trl", "full") or arm.startswith("add: ")):
+                continue
+            added += [] if arm == "trl" else [list(target.levers)[-1] if arm == "full" else arm.removeprefix("add: ")]
+            if not (repeats := by_arm.get((name, arm))):
                 continue
             rate = statistics.median(line["tokens_per_second"] for line in repeats)
             memory = statistics.median(line["peak_gib"]["allocated"] for line in repeats)
             if before:
-                label = arm.removeprefix("add: ")
                 lines.append(
-                    f"| {target.recipe} | {label} | {before:,.0f} | {rate:,.0f} | {rate / before:.2f} | {memory:.0f} |"
+                    f"| {target.recipe} | {'; '.join(added)} | {before:,.0f} | {rate:,.0f} | {rate / before:.2f} | "
+                    f"{memory:.0f} |"
                 )
-            before = rate
+            before, added = rate, []
     last = next(line for line in reversed(read("benchmark.json")["results"]) if "error" not in line)
     note = f"The first line of a recipe starts from TRL's own script. 1 x {last['device']}, {last['date']}."
     return "\n".join([*lines, "", note])
@@ -292,12 +295,12 @@ def measured_table(recipe: str) -> str:
             f"{len(cells)} cells, {failed} failed; losses within {worst:.0e} of one process | "
             f"two CPU processes, tiny model, {matrix['date']} |"
         )
-    reports = read("gpu_check.json")["reports"]
     for cell in {(cell["config"], cell["strategy"]): cell for cell in gpu_cells() if cell["recipe"] == recipe}.values():
         depth = f"{cell['cut']} layers" if cell["cut"] else "whole"
+        pace = f"{cell['step_seconds']} s a step, " if "step_seconds" in cell else ""
         lines.append(
-            f"| {cell['config']}, {cell['strategy']}, {depth}, random weights | {cell['step_seconds']} s a step, "
-            f"{cell['peak_memory_gib']} GiB on GPU 0 | {cell['gpus']} x {reports[0]['gpus'][0]}, {reports[0]['date']} |"
+            f"| {cell['config']}, {cell['strategy']}, {depth}, random weights | {pace}{cell['peak_memory_gib']} GiB on GPU "
+            f"0 | {cell['hardware']} |"
         )
     import benchmark
 
@@ -307,16 +310,21 @@ def measured_table(recipe: str) -> str:
         if not ours:
             continue
         of_trl = [
-            line
+            line["tokens_per_second"]
             for line in read("benchmark.json")["results"]
             if line["key"]["target"] == name and line["key"]["arm"] == "trl" and "error" not in line
         ]
-        best = max(ours, key=lambda line: line["tokens_per_second"])
-        beside = f" (TRL's script: {of_trl[-1]['tokens_per_second']:,.0f})" if of_trl else ""
-        arm = best["key"]["arm"].removeprefix("add: ")
+        by_arm = defaultdict(list)
+        for line in ours:
+            by_arm[line["key"]["arm"]].append(line["tokens_per_second"])
+        arm, rates = max(by_arm.items(), key=lambda found: statistics.median(found[1]))
+        best = next(line for line in ours if line["key"]["arm"] == arm)
+        rate = statistics.median(rates)
+        mfu = best["mfu"] * rate / best["tokens_per_second"]
+        beside = f" (TRL's script: {statistics.median(of_trl):,.0f})" if of_trl else ""
         lines.append(
-            f"| {target.config}, speed, {arm} | {best['tokens_per_second']:,.0f} tokens/s{beside}, MFU {best['mfu']:.0%} | "
-            f"1 x {best['device']}, {best['date']} |"
+            f"| {target.config}, speed, {arm.removeprefix('add: ')} and what is before it | {rate:,.0f} tokens/s{beside}, "
+            f"MFU {mfu:.0%} | 1 x {best['device']}, {best['date']} |"
         )
     if recipe == "qwen3-8b-invoice":
         for name in ("sroie_gpu.json", "sroie_cpu.json"):

@@ -30,7 +30,7 @@ LONG += ("test_trackers", "test_report", "test_check", "test_readme", "test_expo
 
 def pytest_addoption(parser):
     parser.addoption("--matrix", action="store_true", help="every recipe under every strategy; writes the table's file")
-    parser.addoption("--fresh", action="store_true", help="no launch is a fork of preloaded libraries; so in a matrix")
+    parser.addoption("--fresh", action="store_true", help="no launch is a fork of preloaded libraries")
 
 
 def pytest_configure(config):
@@ -67,7 +67,7 @@ def pytest_terminal_summary(terminalreporter):
 def forked_launches(request):
     """Launches fork from a process that has imported the libraries; the first of each strategy and recipe does not."""
     if "launching" in sys.modules and sys.platform == "linux":
-        sys.modules["launching"].FRESH = request.config.getoption("--matrix") or request.config.getoption("--fresh")
+        sys.modules["launching"].FRESH = request.config.getoption("--fresh")
 
 
 @pytest.fixture(scope="session")

@@ -305,6 +305,7 @@ def watch(trainer) -> None:
     missed = [target for target in asked if not any(name.endswith(target) for name in found)]
     problem = f"lora_target_parameters: {', '.join(missed)} is no parameter of this model and would be left out."
     agree("adapted", problem if missed else None)
+    speed.spare_casts(trainer)
     run_log.mark("rows and model")
 
     rows, tokens, labelled, digest = trainer.train_dataset, 0, 0, xxhash.xxh3_128()

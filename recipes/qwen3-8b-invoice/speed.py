@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, TrainerCallback
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available
 from trl.trainer.utils import get_peak_flops
@@ -63,6 +64,20 @@ def mixing_layers(config, device: str, attention: str) -> str | None:
     if other or getattr(kind, "_is_stateful", False):
         return f"nothing is known to keep packed documents apart in the {', '.join(sorted(other)) or 'state'} of this model"
     return None
+
+
+def spare_casts(trainer) -> None:
+    """Under autocast, give adapters without dropout their input as it is, in bf16.
+
+    peft casts it to the dtype of the fp32 adapter, and autocast back to bf16 for the product: two passes over every
+    layer's input, a sixth of a Qwen3-8B LoRA step on one H200, for the same bits. Dropout rounds differently in bf16;
+    with 4-bit layers peft spares the casts itself.
+    """
+    if trainer.accelerator.native_amp:
+        for module in trainer.model.modules():
+            dropouts = getattr(module, "lora_dropout", {}).values()
+            if isinstance(module, BaseTunerLayer) and all(isinstance(one, torch.nn.Identity) for one in dropouts):
+                module.cast_input_dtype_enabled = False  # as peft.helpers.disable_input_dtype_casting does for a while
 
 
 def flops_per_token(config, lengths: np.ndarray, trained: str) -> float:
