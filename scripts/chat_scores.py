@@ -7,8 +7,9 @@
 RUN is the output_dir of any recipe's train.py. Start it in the folder that train.py was started in. The rows are those of
 RUN/eval_rows.json, prepared by the recipe's own train.py up to its trainer, so template, mode, labels and lengths are
 those of the training; only labelled tokens count. The loss is the mean over these tokens of all rows, each row by
-itself: it depends on neither batch size nor number of processes. Answers are greedy, in the model's own template, to the
-prompts of scripts/chat_prompts.jsonl. Before training ends, the base model alone is scored; it is not scored again.
+itself: it depends on neither batch size nor number of processes. Its 95 % interval is a bootstrap over rows. Answers are
+greedy, in the model's own template, to the prompts of scripts/chat_prompts.jsonl. Before training ends, the base model
+alone is scored; it is not scored again.
 
 One process, or DDP with the whole model on each GPU. The flags of this program stand before RUN; what follows RUN goes
 to train.py, such as --dataset_num_proc 8.
@@ -27,6 +28,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -35,6 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 PROMPTS = Path(__file__).with_name("chat_prompts.jsonl")
 LABEL = "held-out loss"
+RESAMPLES = 2000  # bootstrap samples of whole rows, for the 95 % intervals
 
 
 class Prepared(Exception):
@@ -90,8 +93,8 @@ def is_prepared(words: list[str]) -> bool:
 
 
 def held_out_loss(model, trainer, state: PartialState) -> dict:
-    """{"loss", "perplexity", "tokens", "rows"}: mean negative log-likelihood (nats) of the labelled tokens of all rows."""
-    rows, total, count = trainer.eval_dataset, 0.0, 0
+    """{"loss", "perplexity", their intervals, "tokens", "rows"}: of the labelled tokens of all rows, in nats a token."""
+    rows, found = trainer.eval_dataset, []
     mine = range(state.process_index, len(rows), state.num_processes)
     autocast = torch.autocast(state.device.type, torch.bfloat16, enabled=trainer.args.bf16)
     for index in track(mine, "held-out rows", shown=state.is_main_process):
@@ -101,10 +104,19 @@ def held_out_loss(model, trainer, state: PartialState) -> dict:
         with torch.inference_mode(), autocast:
             logits = model(input_ids=ids[None], logits_to_keep=places).logits[0]  # (labelled, vocabulary)
         losses = torch.nn.functional.cross_entropy(logits.float(), targets[places], reduction="none")
-        total, count = total + losses.double().sum().item(), count + len(places)
-    sums = gather_object([(total, count)])
-    total, count = sum(part for part, _ in sums), sum(part for _, part in sums)
-    return {"loss": total / count, "perplexity": math.exp(total / count), "tokens": count, "rows": len(rows)}
+        found.append((index, losses.double().sum().item(), len(places)))
+    sums, counts = np.array([row[1:] for row in sorted(gather_object(found))]).T
+    loss = sums.sum() / counts.sum()
+    drawn = np.random.default_rng(0).integers(len(sums), size=(RESAMPLES, len(sums)))  # whole rows, with replacement
+    low, high = np.percentile(sums[drawn].sum(1) / counts[drawn].sum(1), [2.5, 97.5])
+    return {
+        "loss": float(loss),
+        "loss_interval": [float(low), float(high)],
+        "perplexity": math.exp(loss),
+        "perplexity_interval": [math.exp(low), math.exp(high)],
+        "tokens": int(counts.sum()),
+        "rows": len(rows),
+    }
 
 
 def answers(model, tokenizer, prompts: list[dict], template_kwargs: dict, limit: int, bf16: bool, state) -> list[dict]:
@@ -243,9 +255,10 @@ def main() -> int:
         return 1
     if PartialState().is_main_process:
         for label, scores in result.items():
+            low, high = scores["loss_interval"]
             print(
-                f"{label}: loss {scores['loss']:.4f}, perplexity {scores['perplexity']:.3f} over {scores['tokens']} "
-                f"labelled tokens of {scores['rows']} held-out rows"
+                f"{label}: loss {scores['loss']:.4f} (95 %: {low:.4f} to {high:.4f}), perplexity "
+                f"{scores['perplexity']:.3f} over {scores['tokens']} labelled tokens of {scores['rows']} held-out rows"
             )
         for number, row in enumerate(result["base"]["answers"]):
             print(f"\n{row['id']}: {row['prompt']}")

@@ -1,6 +1,7 @@
 """Real engines on this machine: two nodes, one is lost in the middle, and the run must come to the same end.
 
     python scripts/engine_campaign.py --engine slurm --recipe llama-3.2-1b --strategy ddp --event down
+    python scripts/engine_campaign.py --engine slurm ray --recipe qwen2.5-3b olmo-3-7b      # each under its own strategy
     python scripts/engine_campaign.py --table          # what docs/engines.json holds, into docs/engines.md
 
 Each cell starts the shipped job file, or the shipped launcher, with a tiny model on two nodes of one process. Then
@@ -349,9 +350,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=description, epilog=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engine", choices=("slurm", "ray", "hosts"), default="slurm")
-    parser.add_argument("--recipe", default="llama-3.2-1b")
-    parser.add_argument("--strategy", default="ddp", choices=launching.STRATEGIES[1:])
+    parser.add_argument("--engine", nargs="+", choices=("slurm", "ray", "hosts"), default=["slurm"])
+    parser.add_argument("--recipe", nargs="+", default=["llama-3.2-1b"])
+    parser.add_argument("--strategy", nargs="+", choices=launching.STRATEGIES[1:], help="default: the recipe's own")
     parser.add_argument("--event", default="down", choices=("down", "preempt", "term", "cut"))
     parser.add_argument("--table", action="store_true", help="print the kept results, and run nothing")
     args = parser.parse_args()
@@ -359,24 +360,36 @@ def main() -> int:
         write_docs(read_table())
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with tempfile.TemporaryDirectory(prefix="engines-") as folder, contextlib.ExitStack() as stack:
-        bench = smoke.Bench(ROOT / "recipes" / args.recipe, Path(folder) / "bench")
-        plain = bench.work / "unbroken"
-        result = bench.launch(args.strategy, plain, 2, bench.work / "unbroken.log")
-        if result.rc:
-            raise launching.LaunchError(f"the unbroken run fails: {smoke.reason(result.output)}")
-        cluster = None
-        if args.engine == "slurm":
-            cluster = local_slurm.Cluster(Path(folder) / "slurm")
-            stack.callback(cluster.stop)
-        cell = run_cell(args.engine, bench, args.strategy, args.event, cluster, plain / "final")
-        if cell.error:
-            logs = [*bench.work.glob(f"{args.engine}-*.log"), *bench.work.glob(f"{args.engine}-*/starts.jsonl")]
-            for log in [*logs, *Path(folder).glob("slurm/slurmctld.log")]:
-                print(log.read_text(encoding="utf-8", errors="replace")[-6000:])
-    keep(cell)
-    print(table([asdict(cell)]))
-    return 1 if cell.error else 0
+    cells = [cell for recipe in args.recipe for cell in run_recipe(recipe, args.strategy, args.engine, args.event)]
+    print(table(cells))
+    return int(any(cell["error"] for cell in cells))
+
+
+def run_recipe(recipe: str, strategies: list[str] | None, engines: list[str], event: str) -> list[dict]:
+    """The cells of one recipe, under those of the strategies that fit it; kept one by one. They share the plain runs."""
+    cells, folder = [], ROOT / "recipes" / recipe
+    strategies = strategies or [launching.own_strategy(folder)]
+    with tempfile.TemporaryDirectory(prefix="engines-") as work:
+        bench = smoke.Bench(folder, Path(work) / "bench")
+        for strategy in [name for name in strategies if name in smoke.fitting(folder)]:
+            unbroken = bench.work / f"unbroken-{strategy}"
+            result = bench.launch(strategy, unbroken, 2, bench.work / f"unbroken-{strategy}.log")
+            if result.rc:
+                raise launching.LaunchError(f"the unbroken run fails: {smoke.reason(result.output)}")
+            for engine in engines:
+                with contextlib.ExitStack() as stack:
+                    cluster = local_slurm.Cluster(Path(work) / f"slurm-{strategy}") if engine == "slurm" else None
+                    if cluster:
+                        stack.callback(cluster.stop)
+                    cell = run_cell(engine, bench, strategy, event, cluster, unbroken / "final")
+                    if cell.error:
+                        logs = [*bench.work.glob(f"{engine}-*.log"), *bench.work.glob(f"{engine}-*/starts.jsonl")]
+                        for log in [*logs, *Path(work).glob("slurm-*/slurmctld.log")]:
+                            print(log.read_text(encoding="utf-8", errors="replace")[-6000:])
+                keep(cell)
+                cells.append(asdict(cell))
+                print(table(cells[-1:]).splitlines()[-1], flush=True)
+    return cells
 
 
 if __name__ == "__main__":

@@ -334,8 +334,9 @@ def _in_flight(config, settings: Settings, phase: str) -> dict[str, int]:
     layer = max((sizes for unit, sizes in units.items() if isinstance(unit, int)), default=[0, 0])
     tail, widest = units.get("tail", [0, 0]), max(trained for _, trained in units.values())
     trained, backward = sum(p.size for p in every if p.trained), phase not in ("forward", "optimizer")
-    if strategy in ("single", "ddp"):  # DDP's buckets; single.yaml starts a launcher too, and DDP wraps one process
-        return {"DDP buckets": round(sum(_stored_bytes(p, settings) for p in every if p.trained))}
+    if strategy in ("single", "ddp"):  # accelerate wraps in DDP only where there is more than one process
+        stored = round(sum(_stored_bytes(p, settings) for p in every if p.trained))
+        return {"DDP buckets": stored} if settings.world > 1 else {}
     if phase == "optimizer":
         return {}
     if strategy == "fsdp":

@@ -5,9 +5,9 @@
 
 A mark is a line such as <!-- gpu table -->, its end <!-- end of gpu table -->; a page may hold any of them. `measured` and
 `fits` are about the recipe in whose README they stand. The files are those of gpu_check.py, sroie.py, load_memory.py,
-memory_chooser.py (predicted), measure_memory.py with memory.py (measured and predicted), benchmark.py, fault_campaign.py
-and of `scripts/test.sh --matrix` (strategy_table.py). The tables of docs/engines.md and docs/scaling.md have programs of
-their own.
+memory_chooser.py (predicted), measure_memory.py with memory.py (measured and predicted), benchmark.py, fault_campaign.py,
+export_matrix.py, export_real.py and of `scripts/test.sh --matrix` (strategy_table.py). The tables of docs/engines.md and
+docs/scaling.md have programs of their own.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import status_table
 import strategy_table
+from launching import STRATEGIES
 from status_table import read
 
 
@@ -140,6 +141,45 @@ def fault_table() -> str:
     return fault_campaign.markdown(read("faults.json"))
 
 
+def export_table() -> str:
+    """Each recipe's checkpoints, exported and compared with its result; then exports in real dimensions."""
+    report, groups = read("export.json"), {}
+    for name, cell in report["cells"].items():
+        recipe, config, strategy = name.split()
+        groups.setdefault((recipe, config), []).append((strategy, cell))
+    lines = ["| recipe | checkpoints of | failed | weights off by | lost by merging |", "|---|---|---|---|---|"]
+    for (recipe, config), cells in sorted(groups.items(), key=lambda group: (group[0][0], group[0][1] != "config")):
+        passed = [cell for _, cell in cells if not cell["error"]]
+        off = max((cell["difference"] for cell in passed), default=float("nan"))
+        lost = [cell["merged"]["lost"] for cell in passed if cell["merged"]]
+        label = recipe if config == "config" else f"{recipe} `{config}`"
+        order = [name for name in STRATEGIES if name in dict(cells)]
+        lines.append(
+            f"| {label} | {', '.join(order)} | {len(cells) - len(passed)} | {off:.0e} | "
+            f"{f'{max(lost):.0e}' if lost else '-'} |"
+        )
+    lines += [
+        "",
+        "Tiny models, two processes. Weights: the export of the last checkpoint against final/; ZeRO rounds final/",
+    ]
+    lines[-1] += " of a bf16 adapter. Lost: share of what training changed that rounding the merged weights took away. "
+    lines[-1] += f"{surroundings(report)}."
+    if real := report.get("real_size"):
+        lines += [
+            "",
+            "| real size | GB written | export, s | GiB | with proof, s | GiB | on |",
+            "|---|---|---|---|---|---|---|",
+        ]
+    for one in real or []:
+        plain, proven = one["merge without proof"], one["merge"]
+        lines.append(
+            f"| {one['recipe']} `{one['config']}`, merged | {one['bytes'] / 1e9:.1f} | {plain['seconds']:.0f} | "
+            f"{plain['peak_rss_gib']:.1f} | {proven['seconds']:.0f} | {proven['peak_rss_gib']:.1f} | {one['hardware']}, "
+            f"{one['date']} |"
+        )
+    return "\n".join(lines)
+
+
 def data_table() -> str:
     """Rows a second and memory of preparation and inspection, from a thousand rows to a million."""
     report = read("data_speed.json")
@@ -160,6 +200,7 @@ TABLES = {
     "predicted": predicted_table,
     "benchmark": benchmark_table,
     "fault": fault_table,
+    "export": export_table,
     "strategy": lambda: strategy_table.markdown(read("strategy_matrix.json")),
     "recipe": status_table.recipe_table,
     "status": status_table.status_table,

@@ -279,6 +279,10 @@ class Study:
         found = self.each(cells)
         same = [result for name, result in found.items() if not name.startswith("final")]
         last = [result for name, result in found.items() if name.startswith("final")]
+        if not same or not last:
+            raise SystemExit(
+                f"error: every seed of {best} failed, so there is nothing to choose; {self.work} has logs."
+            )
         mean = sum(result["validation"]["micro_f1"] for result in same) / len(same)
         folders, final_folders = ([Path(row["folder"], "final") for row in rows] for rows in (same, last))
 

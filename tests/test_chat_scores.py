@@ -89,6 +89,8 @@ def test_two_processes_score_base_and_tuned_adapter_on_the_held_out_rows(run):
         assert scores[label]["tokens"] == tokens and scores[label]["rows"] == 5
         assert scores[label]["loss"] == pytest.approx(loss, rel=2e-3)  # bf16 rounds sums in another order
         assert scores[label]["perplexity"] == pytest.approx(math.exp(scores[label]["loss"]))
+        low, high = scores[label]["loss_interval"]
+        assert low < scores[label]["loss"] < high
     assert abs(scores["tuned"]["loss"] - scores["base"]["loss"]) > 0.05  # the steps were large on purpose
     prompts = [json.loads(line) for line in (ROOT / "scripts" / "chat_prompts.jsonl").read_text().splitlines()]
     for label in ("base", "tuned"):

@@ -61,7 +61,7 @@ def test_quick_cells_cover_each_recipe_and_each_strategy():
     assert all(strategy in smoke.fitting(ROOT / "recipes" / recipe) for recipe, strategy in QUICK)
 
 
-@pytest.mark.parametrize(("recipe", "config", "strategy", "precision"), cells())
+@pytest.mark.parametrize(("recipe", "config", "strategy", "precision"), list(cells()))
 def test_trains_as_one_process_resumes_and_reloads(benches, table, recipe, config, strategy, precision):
     bench = benches(recipe, config, precision)
     # The guard is the same file everywhere, so one cell proves that a finished run is not trained again.
