@@ -644,9 +644,19 @@ def keep(options) -> int:
 
 
 def grouped(results: list[dict]) -> dict[tuple, list[dict]]:
-    """Results by what was measured; the repeats of one arm stand together."""
-    groups = {}
-    for line in results:
+    """Results by what was measured, in the order of TARGETS and their arms; the repeats of one arm stand together."""
+    groups, order = {}, {name: ["trl", "unsloth", *arms(target)] for name, target in TARGETS.items()}
+
+    def place(line: dict) -> tuple:
+        key = line["key"]
+        return (
+            list(order).index(key["target"]),
+            key["rows"] != "real",
+            key["rows"],
+            order[key["target"]].index(key["arm"]),
+        )
+
+    for line in sorted(results, key=place):
         key = line["key"]
         groups.setdefault((key["target"], key["rows"], key["depth"], key["arm"]), []).append(line)
     return groups
@@ -661,15 +671,15 @@ def fit(points: list[tuple[int, float]]) -> tuple[float, float]:
 def table(results: list[dict]) -> str:
     """The Markdown table: medians over the processes of an arm, their spread, and what each arm's loss was."""
     lines = [
-        "| target | arm | tok/s | spread | trained tok/s | MFU | of ceiling | GiB | to step 1, s | loss, steps 1-5 |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| target | arm | steps | tok/s | spread | trained tok/s | MFU | of ceiling | GiB | to step 1, s | loss, steps 1-5 |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     depths = {}
     for (target, rows, depth, arm), repeats in grouped(results).items():
         place = f"{target}" + (f", {depth} layers" if depth else "") + ("" if rows == "real" else f", {rows}")
         good = [line for line in repeats if "error" not in line]
         if not good:
-            lines.append(f"| {place} | {arm} | {repeats[-1]['error']} | | | | | | | |")
+            lines.append(f"| {place} | {arm} | - | {repeats[-1]['error']} | | | | | | | |")
             continue
 
         def middle(*path, good=good):
@@ -686,7 +696,8 @@ def table(results: list[dict]) -> str:
         # Beside another arm's training, and with kernels compiled before, start-up is another figure.
         alone = [line["startup"]["total"] for line in good if not line.get("overlap")]
         lines.append(
-            f"| {place} | {arm} | {middle('tokens_per_second'):,.0f} | {f'{spread:.1%}' if len(good) > 1 else '-'} | "
+            f"| {place} | {arm} | {' + '.join(str(line['steps']) for line in good)} | "
+            f"{middle('tokens_per_second'):,.0f} | {f'{spread:.1%}' if len(good) > 1 else '-'} | "
             f"{middle('trained_tokens_per_second'):,.0f} | {middle('mfu'):.1%} | {middle('share_of_ceiling'):.1%} | "
             f"{middle('peak_gib', 'allocated'):.1f} | {f'{statistics.median(alone):.0f}' if alone else '-'} | {loss:.4f} |"
         )
@@ -708,7 +719,7 @@ def table(results: list[dict]) -> str:
         notes.append(
             f"{last['device']}; {last['date']}; {versions}. Tokens are those that are no padding. MFU: causal model FLOPs "
             "(scripts/flops.py) over 989 TFLOP/s; the ceiling is a measured bf16 matrix product, 790 TFLOP/s. Medians of "
-            "steps; spread: between processes."
+            "the timed steps of each process; spread: between processes."
         )
     return "\n".join(lines + [text for note in notes for text in ("", note)])
 

@@ -38,7 +38,8 @@ def gpu_table() -> str:
             if "error" in cell:
                 failed.append(f"{cell['name']} under {cell['strategy']}: {cell['error']}")
             else:
-                found = {"gpus": len(report["gpus"]), "layers": report.get("layers", {})}
+                gpus = 1 if cell["strategy"] == "single" else len(report["gpus"])
+                found = {"gpus": gpus, "layers": report.get("layers", {})}
                 best[cell["name"], cell["strategy"]] = cell | found
     lines = [
         "| recipe | launch file | GPUs | depth | seconds a step | peak GiB, GPU 0 | loss, step 1 and 5 |",

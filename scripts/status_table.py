@@ -187,7 +187,8 @@ def technique_table() -> str:
         lines.append(f"| {name} | {when} | {score} | {measured or 'not yet'} |")
     receipts = study["curve"][-1]
     note = (
-        f"F1: SmolLM2-135M on {receipts['test']['documents']} held-out SROIE receipts, trained on {receipts['receipts']}; "
+        f"F1 (docs/sroie_study.md): SmolLM2-135M on {receipts['test']['documents']} held-out SROIE receipts, trained on "
+        f"{receipts['receipts']}; "
         f"{hardware(study)}. Memory: shipped config and launch file, random weights of the published architecture."
     )
     return "\n".join([*lines, "", note])
@@ -246,10 +247,15 @@ def result_table() -> str:
         f"within {worst:.0e} | two CPU processes, {matrix['date']} | "
         "[results](docs/results.md#the-same-loss-under-every-strategy) |"
     )
-    best = max(benchmarked(), key=lambda line: line["mfu"])
+    speeds = defaultdict(list)
+    for line in benchmarked():
+        if line["key"]["rows"] == "real" and not line["key"]["depth"]:
+            speeds[line["recipe"], line["config"], line["key"]["arm"]].append(line)
+    best = max(speeds.values(), key=lambda same: statistics.median(line["mfu"] for line in same))
+    rate, mfu = (statistics.median(line[key] for line in best) for key in ("tokens_per_second", "mfu"))
     lines.append(
-        f"| fastest recipe: {best['recipe']} | {best['tokens_per_second']:,.0f} tokens/s, MFU {best['mfu']:.0%} | "
-        f"1 x {best['device']}, {best['date']} | [results](docs/results.md#speed-on-one-gpu) |"
+        f"| fastest recipe: {best[0]['recipe']} | {rate:,.0f} tokens/s, MFU {mfu:.0%} | "
+        f"1 x {best[0]['device']}, {best[0]['date']} | [results](docs/results.md#speed-on-one-gpu) |"
     )
     lines.append(
         f"| memory of a step on one GPU, predicted | {len(measured)} settings: mean error "
