@@ -68,7 +68,7 @@ def prepare(record: dict, extra: list[str], scratch: str):
     guard.check_launch = lambda *_: None
     keeper.open_run = lambda *every: arguments.extend(every)
     keeper.watch = stop
-    words = [*record["command"][1:], "--output_dir", scratch, *extra]
+    words = [*record["command"][1:], "--output_dir", scratch, "--report_to", "none", "--push_to_hub", "false", *extra]
     if not is_prepared(words):  # rows stay apart: packed ones would share a forward pass
         words += ["--packing", "false", "--eval_packing", "false", "--padding_free", "false"]
     sys.argv = [str(script), *words]
@@ -146,9 +146,9 @@ def answers(model, tokenizer, prompts: list[dict], template_kwargs: dict, limit:
 
 @contextlib.contextmanager
 def base_weights(model):
-    """The model without its adapter, where it has one."""
+    """Within it, the model is without its adapter, where it has one."""
     with model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext():
-        yield model
+        yield
 
 
 def tuned_model(trainer, model_args, final: Path):
@@ -160,7 +160,8 @@ def tuned_model(trainer, model_args, final: Path):
         if loaded.unexpected_keys:
             raise ValueError(f"{final} holds weights that this model has no place for: {loaded.unexpected_keys[:3]}")
         return trainer.model
-    trainer.model = trainer.model_wrapped = None  # the base's memory, before the tuned model needs its own
+    # The base's memory, before the tuned model needs its own.
+    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = None
     attention = {"attn_implementation": model_args.attn_implementation}
     model = AutoModelForCausalLM.from_pretrained(final, dtype=model_args.dtype, **attention)
     return model.to(trainer.args.device)
@@ -228,8 +229,8 @@ def score(arguments: argparse.Namespace, extra: list[str]) -> dict:
     if {key: earlier.get(key) for key in settings} == settings:
         result["base"] = earlier
     else:
-        with base_weights(trainer.model) as model:
-            result["base"] = measure(model, model_args.model_name_or_path)
+        with base_weights(trainer.model):
+            result["base"] = measure(trainer.model, model_args.model_name_or_path)
     if record["outcome"] == "done" and final.is_dir():
         result["tuned"] = measure(tuned_model(trainer, model_args, final), str(final)) | {"model": str(final)}
     if state.is_main_process:

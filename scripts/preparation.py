@@ -149,7 +149,7 @@ def prepare(folder: str | Path, words: list[str], first: int | None = None) -> P
         stack.enter_context(patch.dict(os.environ))
         for name in [name for name in os.environ if LAUNCHER.match(name)]:
             del os.environ[name]
-        own = ["--use_cpu", "true", "--report_to", "none", "--output_dir", scratch]
+        own = ["--use_cpu", "true", "--report_to", "none", "--push_to_hub", "false", "--output_dir", scratch]
         stack.enter_context(patch.object(sys, "argv", [str(folder / "train.py"), *words, *own]))
         stack.enter_context(patch.object(sys, "path", [str(folder), *sys.path]))
         stack.enter_context(patch.dict(sys.modules))  # another recipe's modules may have the same names

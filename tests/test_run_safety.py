@@ -57,12 +57,12 @@ def test_a_loss_that_is_no_number_stops_the_run_and_its_rows_are_kept(benches, t
     assert (
         result.rc != 0 and "step 3: the loss is nan" in said and "(rank 1 of 2)" in said and said.count("error:") == 1
     )
-    kept = json.loads((run / "bad_step_3_rank_1.json").read_text())
+    kept = json.loads((run / "_bad_step_3_rank_1.json").read_text())
     assert len(kept["rows"]) == 2
     for row in kept["rows"]:  # decoded, with each labelled turn in the text
         turns = row["labelled"].split("<|eot_id|>")
         assert any(turns) and all(turn in row["text"] for turn in turns)
-    assert not (run / "bad_step_3_rank_0.json").exists()
+    assert not (run / "_bad_step_3_rank_0.json").exists()
     assert result.output.count("step 1/9  loss") == result.output.count("strategy ddp over 2 process(es)") == 1
     assert [watcher.is_complete(path) for path in watcher.checkpoints(run)] == [None, None]
     assert watcher.checkpoints(run)[0].name == "checkpoint-2"
@@ -81,7 +81,7 @@ def test_a_step_without_a_label_stops_the_run(benches, tmp_path):
         environment={"TROUBLE": "unlabelled", "HF_HOME": str(bench.work / "cache")},
     )
     assert result.rc != 0 and "step 2: no token of this step carries a label" in errors(result.output)
-    assert all(row["labelled"] == "" for row in json.loads((run / "bad_step_2_rank_0.json").read_text())["rows"])
+    assert all(row["labelled"] == "" for row in json.loads((run / "_bad_step_2_rank_0.json").read_text())["rows"])
 
 
 # ------------------------------------------------------------------------------------------------- process counts
@@ -179,11 +179,43 @@ def test_a_mark_lists_what_all_machines_see(tmp_path, monkeypatch):
         watcher, "exchange", lambda stage, value: [value, {"theirs": 6}] if "files" in stage else [value]
     )
     saver = SimpleNamespace(keep=None, clock=0.0, tell_save_time=lambda _: None)
-    watcher.Watcher.on_save(saver, None, SimpleNamespace(global_step=2), None)
+    watcher.Watcher.on_save(saver, None, SimpleNamespace(global_step=2, best_model_checkpoint=None), None)
     assert json.loads((folder / watcher.MARK).read_text())["files"] == {"mine": 4, "theirs": 6}
     assert watcher.is_complete(folder) is None
     (folder / "theirs").unlink()
     assert "theirs is missing" in watcher.is_complete(folder)
+
+
+def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path, monkeypatch):
+    monkeypatch.setitem(watcher.RUN, "folder", tmp_path)
+    saver = SimpleNamespace(keep=1, clock=0.0, tell_save_time=lambda _: None)
+    best = str(tmp_path / "checkpoint-1")
+    for step in (1, 2, 3):
+        checkpoint(tmp_path / f"checkpoint-{step}", "weights")
+        watcher.Watcher.on_save(saver, None, SimpleNamespace(global_step=step, best_model_checkpoint=best), None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_content_is_compared_only_where_it_was_read_again(tmp_path, monkeypatch):
+    """Fewer ranks may not read what more of them wrote."""
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"12345678")
+    monkeypatch.setitem(watcher.RUN, "folder", tmp_path)
+    saver = SimpleNamespace(keep=None, clock=0.0, tell_save_time=lambda _: None)
+    watcher.Watcher.on_save(saver, None, SimpleNamespace(global_step=2, best_model_checkpoint=None), None)
+    assert watcher.is_damaged(folder) is None
+    (folder / "weights").write_bytes(b"1234567X")
+    assert "weights is not what was written" in watcher.is_damaged(folder)
+    monkeypatch.setattr(watcher, "GIB", 1 / 8)  # now a rank reads no more than one byte
+    assert watcher.is_damaged(folder) is None
+
+
+def test_machines_with_other_rows_are_named():
+    same = ["one", "d1", 5]
+    assert keeper.rows_problem([same, same, ["two", "d1", 5]]) is None
+    assert "two made other training or evaluation rows than one" in keeper.rows_problem([same, same, ["two", "d2", 5]])
+    assert "two made other" in keeper.rows_problem([same, ["two", "d1", 4]])
 
 
 def test_offloaded_state_needs_host_memory_and_no_gpu(monkeypatch):
@@ -223,7 +255,7 @@ class Runs:
 def trainer_of(parameters: int, **changes):
     """As much of a trainer as the disk check reads."""
     arguments = {"optim": "adamw_torch", "save_strategy": SimpleNamespace(value="steps"), "num_train_epochs": 1}
-    arguments |= {"save_only_model": False} | changes
+    arguments |= {"save_only_model": False, "load_best_model_at_end": False} | changes
     model = SimpleNamespace(parameters=lambda: [torch.nn.Parameter(torch.empty(parameters, device="meta"))])
     return SimpleNamespace(
         args=SimpleNamespace(**arguments), state=SimpleNamespace(max_steps=100, save_steps=10), model=model
@@ -242,6 +274,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_before_the_first_ste
     assert problem(38, 2) is None
     assert "3 more checkpoint(s) of 12.0 GiB and the result need 38.0 GiB" in problem(37, 2)
     assert "10 more checkpoint(s)" in problem(121, None) and problem(122, None) is None
+    assert "4 more checkpoint(s)" in problem(37, 2, load_best_model_at_end=True)
     assert problem(14, 2, save_only_model=True) is None
     assert problem(20, 2, optim="adamw_8bit") is None
     assert problem(2, 2, save_strategy=SimpleNamespace(value="no")) is None

@@ -230,8 +230,10 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
         RUN["lock"] = open(folder / ".lock", "w")  # noqa: SIM115 the system lets go of it when this process dies
         try:
             fcntl.flock(RUN["lock"], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             problem = f"output_dir {folder} is in use by a live run. Wait for it, or choose another --output_dir."
+        except OSError as error:  # Lustre and NFS may be mounted without
+            say(f"warning: {folder} has no file locks ({error.strerror}): nothing stops a second run in this folder.")
         if (folder / "run.json").is_file():
             earlier = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         reasons = {str(path): is_complete(path) for path in checkpoints(folder)}
@@ -297,6 +299,21 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
     say(f"reading {script_args.dataset_name} and loading {name} ...")
 
 
+def rows_problem(facts: list[list]) -> str | None:
+    """Whether all ranks made the same rows: [host, digest of the training rows, number of evaluation rows] of each.
+
+    With other revisions of the data, or packing on one machine alone, they would wait for each other, or train on wrong
+    shares.
+    """
+    other = sorted({host for host, *found in facts if found != facts[0][1:]})
+    if not other:
+        return None
+    return (
+        f"{', '.join(other)} made other training or evaluation rows than {facts[0][0]}. Give all machines the same "
+        "packages, attention (each log has a line `attention:`) and data; for data of the Hub add `--dataset_revision`."
+    )
+
+
 def watch(trainer) -> None:
     """Stage 2, with the trainer built: what it will see, what is adapted, and the Watcher that follows the steps."""
     config = getattr(trainer.model, "peft_config", {}).get("default")
@@ -321,6 +338,7 @@ def watch(trainer) -> None:
         documents = batch["seq_lengths"].combine_chunks().flatten() if packed else pc.list_value_length(lists)
         lengths.append(documents.to_numpy(zero_copy_only=False))
     data, resumed = digest.hexdigest(), trainer.args.resume_from_checkpoint
+    agree("rows", rows_problem(exchange("rows", [socket.gethostname(), data, len(trainer.eval_dataset or [])])))
     changed = is_main() and resumed and RUN["record"]["data"] not in (None, data)
     problem = f"the training data is not what {resumed} was trained on. Give the old data, or another --output_dir."
     agree("data", problem if changed else None)

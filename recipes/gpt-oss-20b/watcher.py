@@ -82,8 +82,8 @@ def is_damaged(checkpoint: Path) -> str | None:
     """Why a whole checkpoint does not hold what was written, though its sizes are right, or None. On every rank."""
     mark = json.loads((checkpoint / MARK).read_text())
     written = mark.get("digests") or {}
-    found = digests(checkpoint, mark["files"]) if written else {}
-    changed = [name for name in written if found.get(name) != written[name]]
+    found = digests(checkpoint, mark["files"]) if written else {}  # none where fewer ranks read than wrote
+    changed = [name for name in written if found and found.get(name) != written[name]]
     return f"{changed[0]} is not what was written: its content changed on the disk" if changed else None
 
 
@@ -121,7 +121,8 @@ def disk_problem(trainer, keep: int | None) -> str | None:
         saves = math.ceil(state.max_steps / max(1, state.save_steps))
     if args.save_only_model:
         checkpoint = 4 * trained
-    count = max(0, min(saves, (keep or saves) + 1) - len(checkpoints(RUN["folder"])))
+    kept = (keep or saves) + 1 + args.load_best_model_at_end
+    count = max(0, min(saves, kept) - len(checkpoints(RUN["folder"])))
     need, free = count * checkpoint + 2 * trained, shutil.disk_usage(RUN["folder"]).free
     if need <= free:
         return None
@@ -192,6 +193,7 @@ class Watcher(TrainerCallback):
         listen(trainer, "training_step", self.losses.append)
         listen(trainer, "_get_grad_norm", lambda norm: setattr(self, "norm", norm))
         tolerate(trainer, "_push_from_checkpoint")
+        tolerate(trainer, "push_to_hub")
         trainer._issue_warnings_after_load = lambda loaded: agree("loaded", loaded_problem(trainer.model, loaded))
         signal.signal(signal.SIGTERM, self.on_sigterm)
 
@@ -229,6 +231,8 @@ class Watcher(TrainerCallback):
             agree("numbers", self.bad_step(state.global_step, losses, norm, bool(empty)) if guilty else None)
         if terminated:
             self.terminated = control.should_save = control.should_training_stop = True
+            if state.global_step < state.max_steps:  # it might outlast the time that is left for the save
+                control.should_evaluate = False
         self.losses.clear()
         self.clock = time.monotonic()
 
@@ -239,7 +243,8 @@ class Watcher(TrainerCallback):
             for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
                 learned = decode([token for token, label in zip(ids, labels, strict=True) if label != -100])
                 rows.append({"micro_batch_loss": loss, "text": decode(ids), "labelled": learned, "input_ids": ids})
-        file = RUN["folder"] / f"bad_step_{step}_rank_{environment('RANK', 0)}.json"
+        file = RUN["folder"] / f"_bad_step_{step}_rank_{environment('RANK', 0)}.json"
+        # The underscore keeps rows of the training data out of what --push_to_hub uploads.
         file.write_text(json.dumps({"step": step, "grad_norm": norm.item(), "rows": rows}, indent=1))
         what = "no token of this step carries a label"
         if not empty:
@@ -275,9 +280,13 @@ class Watcher(TrainerCallback):
         older = found[found.index(folder) + 1 :]
         whole = [path for path in older if is_complete(path) is None]
         cut_off = [path for path in older if path not in whole]
-        for path in [*(whole[self.keep - 1 :] if self.keep else []), *cut_off]:
+        best = Path(state.best_model_checkpoint or "").name  # load_best_model_at_end reads it
+        spare = [path for path in whole[self.keep - 1 :] if path.name != best] if self.keep else []
+        for path in [*spare, *cut_off]:
             (path / MARK).unlink(missing_ok=True)  # first: half a checkpoint must not look whole
-            shutil.rmtree(path)
+            shutil.rmtree(
+                path, ignore_errors=True
+            )  # a file that a network file system holds: the next save tries again
         self.tell_save_time(time.monotonic() - self.clock)
 
     def tell_save_time(self, seconds: float) -> None:

@@ -35,6 +35,7 @@ import run_log
 from ranks import RUN, agree, environment, exchange, on_exception
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "datasets", "bitsandbytes")
+MOMENTS = {"8bit": 2, "adafactor": 0, "sgd": 0, "lion": 4}  # bytes a trained weight that optimizers keep; else Adam's 8
 
 
 # ----------------------------------------------------------------------------------------------------- the launch line
@@ -145,7 +146,7 @@ def state_bytes(config, model_args, optim: str, strategy: str, world: int, host:
         frozen -= (experts or linear) * (
             element - (0.5625 if model_args.load_in_4bit else 1)
         )  # NF4: a scale every 64 weights
-    moments = 2 if "8bit" in optim else 8
+    moments = next((size for name, size in MOMENTS.items() if name in optim), 8)
     # Sharded over: the weights, the gradients, the optimizer with its fp32 masters.
     over = {"fsdp": (1, 1, 1), "zero1": (0, 0, 1), "zero2": (0, 1, 1), "zero3": (1, 1, 1), "zero3_offload": (1, 1, 1)}
     w, g, o = (world if sharded else 1 for sharded in over.get(strategy, (0, 0, 0)))
@@ -163,7 +164,10 @@ def memory_problem(config, model_args, training_args) -> str | None:
     need = RUN["state_bytes"] = state_bytes(config, model_args, optim, RUN["strategy"], world, offloads)
     free, stored = psutil.virtual_memory().available, getattr(config, "quantization_config", None) or {}
     host = 2 * RUN["parameters"] * local
-    if stored.get("quant_method") == "mxfp4" and host > free:
+    # Unsharded, and not for QLoRA, the gpt-oss recipes dequantize on the GPU.
+    on_gpu = training_args.device.type == "cuda" and not model_args.load_in_4bit
+    on_gpu = on_gpu and RUN["strategy"] in ("single", "ddp", "zero1", "zero2")
+    if stored.get("quant_method") == "mxfp4" and host > free and not on_gpu:
         return (
             f"{name} is stored as MXFP4: each of the {local} processes of this machine would dequantize all of it, "
             f"{host / gib:.0f} GiB of host memory together, on every start; {free / gib:.0f} GiB are free. Write bf16 "

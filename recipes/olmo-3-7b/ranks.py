@@ -143,7 +143,7 @@ def disk_full(error: BaseException) -> str | None:
     folder = RUN.get("folder")
     if folder is None or not folder.is_dir():
         return None
-    if "No space left" not in str(error) and shutil.disk_usage(folder).free > 16 * 2**20:
+    if not re.search("No space left|[Qq]uota exceeded", str(error)) and shutil.disk_usage(folder).free > 16 * 2**20:
         return None
     cut_off = [path for path in folder.glob("checkpoint-*") if not (path / MARK).exists()]
     for path in cut_off:  # of no use to anybody, and the record below needs room

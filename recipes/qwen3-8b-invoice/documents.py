@@ -31,7 +31,8 @@ TEXT_COLUMN, TARGET_COLUMN = "text", "fields"
 def as_rows(script_args, training_args, recipe_args) -> None:
     """Where `dataset_name` is a folder of documents, write its rows into the output folder and name that file instead.
 
-    The file's name holds a digest of all that decides its content, so a change of a document is a change of the run.
+    The file's name holds a digest of all that decides its content, so a change of a document is a change of the run; its
+    underscore keeps it out of what --push_to_hub uploads.
     Raises ValueError, naming file and row.
     """
     folder = Path(script_args.dataset_name)
@@ -42,12 +43,12 @@ def as_rows(script_args, training_args, recipe_args) -> None:
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in (table, Path(recipe_args.schema_file), *documents):
         digest.update(str(path.name).encode() + hashlib.sha256(path.read_bytes()).digest())
-    rows_file = Path(training_args.output_dir, f"rows-{digest.hexdigest()[:12]}.jsonl")
+    rows_file = Path(training_args.output_dir, f"_rows-{digest.hexdigest()[:12]}.jsonl")
     state = PartialState()
     if state.is_local_main_process and not rows_file.is_file():
         rows = read_folder(folder, load_schema(recipe_args.schema_file))
         rows_file.parent.mkdir(parents=True, exist_ok=True)
-        partial = rows_file.with_suffix(".partial")
+        partial = rows_file.with_name(f"{rows_file.name}.{state.process_index}.partial")  # one a machine
         partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         os.replace(partial, rows_file)
         print(f"{folder}: {len(rows)} documents and {table.name} became {rows_file}", flush=True)
