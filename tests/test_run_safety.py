@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import bitsandbytes
 import launching
 import pytest
 import smoke
@@ -209,6 +210,26 @@ def test_content_is_compared_only_where_it_was_read_again(tmp_path, monkeypatch)
     assert "weights is not what was written" in watcher.is_damaged(folder)
     monkeypatch.setattr(watcher, "GIB", 1 / 8)  # now a rank reads no more than one byte
     assert watcher.is_damaged(folder) is None
+
+
+def test_loading_and_evaluating_leave_the_weights_as_they_were_built():
+    """peft loads a bf16 adapter as fp32; bitsandbytes packs a 4-bit base anew when it evaluates on some CPUs."""
+    torch.manual_seed(0)
+    base = bitsandbytes.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").to("cpu")
+    model = torch.nn.ModuleDict({"base": base, "adapter": torch.nn.Linear(4, 4, dtype=torch.bfloat16)})
+    adapter, x = model["adapter"].weight, torch.randn(8, 64, dtype=torch.bfloat16)
+
+    def load(_):
+        adapter.data = adapter.data.float()
+
+    trainer = SimpleNamespace(model=model, _load_from_checkpoint=load)
+    watcher.keep_as_built(trainer)
+    values, before = adapter.data.clone(), model["base"](x)
+    trainer._load_from_checkpoint("checkpoint-2")
+    assert adapter.dtype == torch.bfloat16 and torch.equal(adapter.data, values)
+    with torch.no_grad():
+        model.eval()["base"](x)
+    assert torch.equal(model.train()["base"](x), before)
 
 
 def test_machines_with_other_rows_are_named():

@@ -163,6 +163,25 @@ def tolerate(target, name: str) -> None:
     setattr(target, name, tolerated)
 
 
+def keep_as_built(trainer) -> None:
+    """Loading a checkpoint and evaluating leave the weights as they were built, or a resumed run is another run.
+
+    peft makes a loaded adapter fp32, where TRL trains QLoRA's in bf16. On a CPU with AVX512-BF16 an evaluation packs a
+    4-bit base anew and rounds its scales to bf16, and training goes on with them (bitsandbytes 0.50, Linear4bit).
+    """
+    wanted = {name: weight.dtype for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+
+    def restore(_):
+        for name, weight in trainer.model.named_parameters():
+            if name in wanted and weight.dtype != wanted[name]:
+                weight.data = weight.data.to(wanted[name])
+
+    listen(trainer, "_load_from_checkpoint", restore)
+    for module in trainer.model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def loaded_problem(model, loaded) -> str | None:
     """Why a checkpoint's weights are not those of the model; the trainer only warns, and trains on from the first ones.
 
@@ -192,6 +211,7 @@ class Watcher(TrainerCallback):
         listen(trainer, "get_batch_samples", lambda batches: setattr(self, "batches", batches))
         listen(trainer, "training_step", self.losses.append)
         listen(trainer, "_get_grad_norm", lambda norm: setattr(self, "norm", norm))
+        keep_as_built(trainer)
         tolerate(trainer, "_push_from_checkpoint")
         tolerate(trainer, "push_to_hub")
         trainer._issue_warnings_after_load = lambda loaded: agree("loaded", loaded_problem(trainer.model, loaded))
