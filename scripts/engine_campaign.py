@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,7 @@ def by_slurm(cluster: local_slurm.Cluster, bench: smoke.Bench, strategy: str, ev
         f"requeue of the job; log: {log}",
     )
     if cluster.state(job) == "PENDING 1":  # Slurm would begin two minutes later
+        time.sleep(2)  # within a second or so its nodes still refuse the job's new credential for the old one
         cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
     cluster.wait(lambda: cluster.state(job).split()[0] in ended, 150, f"end of the job; log: {log}")
     if (state := cluster.state(job)) != "COMPLETED 1":
@@ -286,6 +288,7 @@ def run_cell(engine: str, bench: smoke.Bench, strategy: str, event: str, cluster
     """One run on an engine, with what happens to it."""
     cell = Cell(engine, bench.folder.name, strategy, event)
     run, begun = bench.work / f"{engine}-{strategy}-{event}", time.monotonic()
+    shutil.rmtree(run, ignore_errors=True)  # of another test with this bench
     try:
         if engine == "slurm":
             by_slurm(cluster, bench, strategy, event, run)
