@@ -58,12 +58,12 @@ class Cell:
     error: str | None = None
 
 
-def launch_line(bench: smoke.Bench, strategy: str, run: Path, wrapper: str | None = None) -> list[str]:
+def launch_line(bench: smoke.Bench, strategy: str, run: Path) -> list[str]:
     """The line that a person would type, with the tiny model; FSDP through fsdp_on_cpu.py."""
-    wrapper = wrapper or ("scripts/fsdp_on_cpu.py" if strategy == "fsdp" else None)
+    wrapper = ["scripts/fsdp_on_cpu.py"] if strategy == "fsdp" else []
     recipe = os.path.relpath(bench.folder / "train.py", ROOT)
     line = ["accelerate", "launch", "--config_file", f"accelerate_configs/{strategy}.yaml"]
-    return [*line, *([wrapper] if wrapper else []), recipe, "--use_cpu", "true", *bench.arguments(run, 2)]
+    return [*line, *wrapper, recipe, "--use_cpu", "true", *bench.arguments(run, 2)]
 
 
 def starts(run: Path) -> list[dict]:
@@ -197,10 +197,9 @@ def by_hosts(bench: smoke.Bench, strategy: str, event: str, run: Path) -> float:
                 "MEET_SECONDS": "60",
             }
             place |= {"GLOO_SOCKET_IFNAME": f"{name}{rank}", "GRACE_SECONDS": "30"}
-            place["COLLECTIVE_TIMEOUT"] = "15"
             variables = os.environ | environment(bench) | place
             command = ["ip", "netns", "exec", space, sys.executable, "scripts/engines/node.py"]
-            command += launch_line(bench, strategy, run, "scripts/timeout_on_cpu.py")
+            command += [*launch_line(bench, strategy, run), "--ddp_timeout", "15"]
             with open(run.parent / f"{run.name}-{rank}.log", "a", encoding="utf-8") as output:
                 started.append(subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=output))
         all_started.extend(started)
