@@ -133,6 +133,14 @@ def runs() -> dict[tuple[str, str, str], list[str]]:
     return {key: [name for _, name in sorted(found)] for key, found in where.items()}
 
 
+def by_arm(lines: list[dict]) -> dict[tuple[str, str], list[dict]]:
+    """(target, arm) -> results of benchmark.json on documents of real lengths and the whole model; repeats together."""
+    import benchmark
+
+    groups = benchmark.grouped([line for line in lines if "error" not in line and not line["key"]["rehearse"]])
+    return {(target, arm): same for (target, rows, depth, arm), same in groups.items() if rows == "real" and not depth}
+
+
 def status_table() -> str:
     """Every recipe and configuration under every strategy: where it was run for real, `never`, or blank: not supported."""
     found = runs()
@@ -199,18 +207,14 @@ def lever_table() -> str:
     import benchmark
 
     lines = ["| recipe | settings added | tokens/s before | after | factor | GiB after |", "|---|---|---|---|---|---|"]
-    by_arm = defaultdict(list)
-    for line in read("benchmark.json")["results"]:
-        key = line["key"]
-        if "error" not in line and not key["rehearse"] and key["rows"] == "real" and not key["depth"]:
-            by_arm[key["target"], key["arm"]].append(line)
+    measured = by_arm(read("benchmark.json")["results"])
     for name, target in benchmark.TARGETS.items():
         before, added = None, []
         for arm in dict.fromkeys(["trl", *benchmark.arms(target)]):
             if not (arm in ("trl", "full") or arm.startswith("add: ")):
                 continue
             added += [] if arm == "trl" else [list(target.levers)[-1] if arm == "full" else arm.removeprefix("add: ")]
-            if not (repeats := by_arm.get((name, arm))):
+            if not (repeats := measured.get((name, arm))):
                 continue
             rate = statistics.median(line["tokens_per_second"] for line in repeats)
             memory = statistics.median(line["peak_gib"]["allocated"] for line in repeats)
@@ -247,11 +251,8 @@ def result_table() -> str:
         f"within {worst:.0e} | two CPU processes, {matrix['date']} | "
         "[results](docs/results.md#the-same-loss-under-every-strategy) |"
     )
-    speeds = defaultdict(list)
-    for line in benchmarked():
-        if line["key"]["rows"] == "real" and not line["key"]["depth"]:
-            speeds[line["recipe"], line["config"], line["key"]["arm"]].append(line)
-    best = max(speeds.values(), key=lambda same: statistics.median(line["mfu"] for line in same))
+    speeds = by_arm(benchmarked()).values()
+    best = max(speeds, key=lambda same: statistics.median(line["mfu"] for line in same))
     rate, mfu = (statistics.median(line[key] for line in best) for key in ("tokens_per_second", "mfu"))
     lines.append(
         f"| fastest recipe: {best[0]['recipe']} | {rate:,.0f} tokens/s, MFU {mfu:.0%} | "
@@ -310,23 +311,16 @@ def measured_table(recipe: str) -> str:
         )
     import benchmark
 
+    every, ours = by_arm(read("benchmark.json")["results"]), by_arm(benchmarked())
     for name, target in benchmark.TARGETS.items():
-        ours = [line for line in benchmarked() if line["key"]["target"] == name and target.recipe == recipe]
-        ours = [line for line in ours if not line["key"]["depth"] and line["key"]["rows"] == "real"]
-        if not ours:
+        found = {arm: same for (known, arm), same in ours.items() if known == name and target.recipe == recipe}
+        if not found:
             continue
-        of_trl = [
-            line["tokens_per_second"]
-            for line in read("benchmark.json")["results"]
-            if line["key"]["target"] == name and line["key"]["arm"] == "trl" and "error" not in line
-        ]
-        by_arm = defaultdict(list)
-        for line in ours:
-            by_arm[line["key"]["arm"]].append(line["tokens_per_second"])
-        arm, rates = max(by_arm.items(), key=lambda found: statistics.median(found[1]))
-        best = next(line for line in ours if line["key"]["arm"] == arm)
-        rate = statistics.median(rates)
+        speeds = {arm: statistics.median(line["tokens_per_second"] for line in same) for arm, same in found.items()}
+        arm, rate = max(speeds.items(), key=lambda pair: pair[1])
+        best = found[arm][0]
         mfu = best["mfu"] * rate / best["tokens_per_second"]
+        of_trl = [line["tokens_per_second"] for line in every.get((name, "trl"), [])]
         beside = f" (TRL's script: {statistics.median(of_trl):,.0f})" if of_trl else ""
         lines.append(
             f"| {target.config}, speed, {arm.removeprefix('add: ')} and what is before it | {rate:,.0f} tokens/s{beside}, "

@@ -304,9 +304,8 @@ class Watcher(TrainerCallback):
         spare = [path for path in whole[self.keep - 1 :] if path.name != best] if self.keep else []
         for path in [*spare, *cut_off]:
             (path / MARK).unlink(missing_ok=True)  # first: half a checkpoint must not look whole
-            shutil.rmtree(
-                path, ignore_errors=True
-            )  # a file that a network file system holds: the next save tries again
+            # Where a network file system still holds a file, the next save tries again.
+            shutil.rmtree(path, ignore_errors=True)
         self.tell_save_time(time.monotonic() - self.clock)
 
     def tell_save_time(self, seconds: float) -> None:
