@@ -84,10 +84,11 @@ def model_key(recipe: str, config: str, bf16: bool) -> str:
     return "-".join(tiny_model.PUBLISHED[model]) + "-bf16" * bf16
 
 
-def run(command: list[str], log: Path, timeout: float) -> tuple[int, float]:
+def run(command: list[str], log: Path, timeout: float, environment: dict | None = None) -> tuple[int, float]:
     """Run a command from the cookbook's root with its output in `log`; return exit code and seconds."""
     start = time.monotonic()
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | (environment or {})
+    log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as output:
         try:
             code = subprocess.run(
@@ -119,8 +120,8 @@ def make_model(key: str, work: Path, rehearse: bool, layers: dict) -> tuple[Path
     return folder, seconds | {key: round(took, 1)}
 
 
-def write_rows(work: Path, long: int) -> dict[str, Path]:
-    """Rows for the chat recipes and for the invoice recipe, `long` words at most, of uneven length."""
+def write_rows(work: Path, long: int, count: int = 120) -> dict[str, Path]:
+    """`count` rows for the chat recipes and for the invoice recipe, `long` words at most, of uneven length."""
     draw = random.Random(0)
 
     def words(n):
@@ -128,26 +129,29 @@ def write_rows(work: Path, long: int) -> dict[str, Path]:
 
     chat = work / "chat.jsonl"
     with open(chat, "w", encoding="utf-8") as file:
-        for _ in range(120):
+        for _ in range(count):
             n = draw.randint(long // 4, long)
             messages = [{"role": "user", "content": words(n // 3)}, {"role": "assistant", "content": words(n // 2)}]
             file.write(json.dumps({"messages": messages}) + "\n")
     receipts = work / "receipts.jsonl"
     with open(receipts, "w", encoding="utf-8") as file:
-        for i in range(120):
+        for i in range(count):
             fields = {"company": words(3), "date": "2018-03-30", "address": words(8), "total": f"{i}.00"}
             file.write(json.dumps({"text": words(draw.randint(long // 4, long)), "entities": fields}) + "\n")
     return {"chat": chat, "receipts": receipts}
 
 
 def train_command(
-    strategy: str, recipe: str, config: str, model: Path, rows: dict, out: Path, rehearse: bool
+    strategy: str, recipe: str, config: str, model: Path, rows: dict, out: Path, rehearse: bool, processes: int | None = None
 ) -> list[str]:
-    """The launch line of a recipe's configuration, on rows of `write_rows`; saves nothing but the result."""
+    """The launch line of a recipe's configuration, on rows of `write_rows`; saves nothing but the result.
+
+    processes: by default what the launch file says, in a rehearsal two.
+    """
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
     command += [f"accelerate_configs/{strategy}.yaml", "--main_process_port", "0"]
-    if rehearse and strategy != "single":
-        command += ["--num_processes", "2"]
+    if processes or (rehearse and strategy != "single"):
+        command += ["--num_processes", str(processes or 2)]
     command += ["scripts/fsdp_on_cpu.py"] if rehearse and strategy == "fsdp" else []
     command += [f"recipes/{recipe}/train.py", "--config", config, "--model_name_or_path", str(model)]
     command += ["--output_dir", str(out), "--save_strategy", "no", "--eval_strategy", "no"]

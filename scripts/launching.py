@@ -1,7 +1,7 @@
-"""Start a recipe on the CPU from the launch files as they are, with a tiny model and tiny rows, and read what it wrote.
+"""Start a recipe from the launch files as they are, with a tiny model and tiny rows, and read what it wrote.
 
-smoke.py and the tests stand on this module. A launch is the line that a person would type, plus `--num_processes` and
-`--use_cpu true`. FSDP alone goes through fsdp_on_cpu.py, because accelerate shards only on GPUs.
+smoke.py and the tests stand on this module. A launch is the line that a person would type, plus `--num_processes` and,
+without GPUs, `--use_cpu true`. There FSDP alone goes through fsdp_on_cpu.py, because accelerate shards only on GPUs.
 """
 
 import json
@@ -60,17 +60,21 @@ class Running:
     log: Path
     started: float = field(default_factory=time.monotonic)
 
-    def wait(self, timeout: float = 600, stop_when=None) -> Result:
+    def wait(self, timeout: float = 600, stop_when=None, kill_rank: int | None = None) -> Result:
         """Wait for the launcher and for every process it started; nothing is left behind.
 
         stop_when: called without arguments a hundred times a second until it returns true; then the launcher gets
-        SIGTERM, as from a scheduler that takes the machine away. Raises LaunchError after `timeout` seconds.
+        SIGTERM, as from a scheduler that takes the machine away, or the process of rank `kill_rank` gets SIGKILL.
+        Raises LaunchError after `timeout` seconds.
         """
         family, peak, looked = {}, 0, 0.0
         while self.process.poll() is None:
             if stop_when is not None and stop_when():
-                self.process.send_signal(signal.SIGTERM)
                 stop_when = None
+                if kill_rank is None:
+                    self.process.send_signal(signal.SIGTERM)
+                else:
+                    self._rank(kill_rank).kill()
             if time.monotonic() - looked > 0.3:
                 looked = time.monotonic()
                 family |= {child.pid: child for child in _children(self.process.pid)}
@@ -82,6 +86,13 @@ class Running:
         self._end(family, grace=30)
         output = self.log.read_text(encoding="utf-8", errors="replace")
         return Result(self.process.returncode, output, time.monotonic() - self.started, peak)
+
+    def _rank(self, rank: int) -> psutil.Process:
+        """The process of that rank. Raises LaunchError where there is none."""
+        for child in psutil.Process(self.process.pid).children():
+            if child.environ().get("RANK", "0") == str(rank):
+                return child
+        raise LaunchError(f"there is no rank {rank} to kill; its output: {self.log}")
 
     def _end(self, family: dict, grace: float = 0) -> None:
         """Wait `grace` seconds for the processes in `family`, then kill what is left, the launcher first."""
@@ -105,8 +116,9 @@ def start(
     environment: dict[str, str] | None = None,
     cwd: Path | None = None,
     fresh: bool | None = None,
+    gpu: bool = False,
 ) -> Running:
-    """Start `folder`/train.py under accelerate_configs/`strategy`.yaml on the CPU.
+    """Start `folder`/train.py under accelerate_configs/`strategy`.yaml, on the CPU unless `gpu` says otherwise.
 
     arguments: what follows train.py. log: file for everything that is printed. launcher: flags of `accelerate launch`
     in place of `--num_processes` and the port. wrapper: a program that runs train.py (fsdp_on_cpu.py for fsdp, unless
@@ -119,15 +131,15 @@ def start(
     if not file.is_file():
         known = ", ".join(sorted(path.stem for path in file.parent.glob("*.yaml")))
         raise LaunchError(f"there is no launch file {file.name}; accelerate_configs/ holds {known}")
-    if wrapper is None and strategy == "fsdp":
+    if wrapper is None and strategy == "fsdp" and not gpu:
         wrapper = SCRIPTS / "fsdp_on_cpu.py"
     command = ["launch", "--config_file", str(file)]
     command += launcher or ("--num_processes", str(processes), "--main_process_port", "0")
-    command += [str(wrapper)] * bool(wrapper) + [str(Path(folder).resolve() / "train.py"), "--use_cpu", "true"]
-    command += map(str, arguments)
+    command += [str(wrapper)] * bool(wrapper) + [str(Path(folder).resolve() / "train.py")]
+    command += [*([] if gpu else ["--use_cpu", "true"]), *map(str, arguments)]
     # DeepSpeed compiles its CPU optimizer with the ninja that lies beside python.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    variables = os.environ | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    variables = os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1"} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
     variables |= {"PYTHONFAULTHANDLER": "1"} | (environment or {})  # a rank that is aborted says where it was
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as output:
@@ -140,9 +152,11 @@ def start(
     return Running(process, log)
 
 
-def launch(folder, strategy, *arguments, log, timeout: float = 600, stop_when=None, **options) -> Result:
+def launch(
+    folder, strategy, *arguments, log, timeout: float = 600, stop_when=None, kill_rank: int | None = None, **options
+) -> Result:
     """`start` and `wait` in one."""
-    return start(folder, strategy, *arguments, log=log, **options).wait(timeout, stop_when)
+    return start(folder, strategy, *arguments, log=log, **options).wait(timeout, stop_when, kill_rank)
 
 
 def launch_root(folder: str | Path) -> Path:

@@ -22,8 +22,8 @@ def _train_and_record(self, *args, **kwargs):
     batches = [{name: batch[name].cpu() for name in names} for batch in self.get_eval_dataloader()]
     self.model.eval()
     with torch.no_grad():
-        first = {name: batches[0][name] for name in names[:2]}
-        logits = self.model(**first).logits.float()
+        first = {name: batches[0][name].to(self.args.device) for name in names[:2]}
+        logits = self.model(**first).logits.float().cpu()
     torch.save({"batches": batches, "logits": logits}, Path(self.args.output_dir, "record.pt"))
     return result
 

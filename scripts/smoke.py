@@ -3,10 +3,12 @@
     python scripts/smoke.py recipes/llama-3.2-1b                      # every strategy that the recipe fits
     python scripts/smoke.py ../my-recipe --strategy fsdp --strategy zero3
     python scripts/smoke.py recipes/gpt-oss-20b --config qlora --strategy ddp --precision shipped
+    python scripts/smoke.py recipes/gpt-oss-120b --strategy fsdp --gpus 2          # the same on real GPUs, under NCCL
 
 One line a strategy, OK or FAIL; exit code 1 when one fails. A strategy passes when, with two processes,
 
-- a run that is killed in the middle continues from its checkpoint by the same command and finishes;
+- a run that is killed in the middle (by SIGTERM; on GPUs its last rank by SIGKILL) continues from its checkpoint by the
+  same command and finishes;
 - the checkpoint shows that state was sharded as the strategy says;
 - the loss of every step, accumulation and uneven answers included, is that of one unbroken process with the same
   global batch: to 1e-4 (relative) in fp32, to 2e-2 in the recipe's own precision;
@@ -68,9 +70,14 @@ class Cell:
 class Bench:
     """One recipe with one configuration and precision: its tiny model, its rows, and the curve of one process."""
 
-    def __init__(self, folder: str | Path, work: Path, config: str = "config", precision: str = "fp32", rows=None):
-        """folder: the recipe. work: a new folder, or one that this has filled. rows: a .jsonl file of 24 rows or more."""
-        self.folder, self.work, self.config = Path(folder), Path(work), config
+    def __init__(
+        self, folder: str | Path, work: Path, config: str = "config", precision: str = "fp32", rows=None, gpus: int = 0
+    ):
+        """folder: the recipe. work: a new folder, or one that this has filled. rows: a .jsonl file of 24 rows or more.
+
+        gpus: run on that many GPUs, one process each, in place of two CPU processes.
+        """
+        self.folder, self.work, self.config, self.gpus = Path(folder), Path(work), config, gpus
         self.settings = launching.read_config(folder, config)
         self.precision = "shipped" if self.settings.get("load_in_4bit") else precision
         self.family = launching.model_family(folder, config)
@@ -82,13 +89,13 @@ class Bench:
                 raise LaunchError(f"{rows} holds {len(lines)} rows; 24 are needed")
             self.rows.write_text("\n".join(lines) + "\n", encoding="utf-8")
         elif not self.rows.is_file():
-            launching.tiny_rows(self.rows, folder, config)
+            launching.tiny_rows(self.rows, folder, config, 24 * max(1, gpus // 2))
         if not self.model.is_dir():
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):  # others' notes
                 tiny_model.write_tiny_model(self.family, self.model)
 
     def arguments(self, run: Path, processes: int) -> list[str]:
-        """What follows train.py; the global batch is 4 for one process and for two."""
+        """What follows train.py; the global batch is the same for one process and for many: 4, or two for each GPU."""
         given = {
             "model_name_or_path": self.model,
             "dataset_name": self.rows,
@@ -101,7 +108,7 @@ class Bench:
             "eval_strategy": "steps",
             "eval_steps": SAVE_EVERY,
             "logging_steps": 1,
-            "per_device_train_batch_size": 2 // processes,
+            "per_device_train_batch_size": max(2, self.gpus) // processes,
             "gradient_accumulation_steps": 2,
             "per_device_eval_batch_size": 1,  # the reported loss is a mean over batches
             "learning_rate": 1e-3,
@@ -126,8 +133,9 @@ class Bench:
     def launch(self, strategy: str, run: Path, processes: int, log: Path, **options) -> launching.Result:
         """One launch of this bench; its caches lie in the work folder."""
         options["environment"] = {"HF_HOME": str(self.work / "cache")}
+        options["gpu"] = bool(self.gpus)
         arguments = self.arguments(run, processes)
-        if self.settings.get("load_in_4bit") and strategy.startswith("zero3"):
+        if self.settings.get("load_in_4bit") and strategy.startswith("zero3") and not self.gpus:
             options.setdefault("wrapper", launching.SCRIPTS / "fsdp_on_cpu.py")  # for 4-bit shards on a CPU: see there
         return launching.launch(self.folder, strategy, *arguments, log=log, processes=processes, **options)
 
@@ -144,9 +152,9 @@ class Bench:
             raise LaunchError(f"one process alone fails: {reason(result.output)}; log: {log}")
         return launching.losses(run)
 
-    def cell(self, strategy: str, processes: int = 2, start_again: bool = False) -> Cell:
+    def cell(self, strategy: str, start_again: bool = False) -> Cell:
         """Run one strategy through all of it. start_again: also prove that a third start finds the run finished."""
-        processes = 1 if strategy == "single" else processes
+        processes = 1 if strategy == "single" else self.gpus or 2
         cell = Cell(self.folder.resolve().name, self.config, strategy, self.precision, processes)
         log = self.work / f"{strategy}.log"
         try:
@@ -163,13 +171,16 @@ class Bench:
         run, strategy, processes = self.work / cell.strategy, cell.strategy, cell.processes
 
         def stop():
+            if self.gpus:  # a killed rank saves nothing
+                return (run / f"checkpoint-{STOP_AT}" / "complete.json").is_file()
             return any("loss" in line and line["step"] >= STOP_AT for line in launching.metrics(run))
 
         for _ in range(3):  # on a busy machine the run may be done before the signal arrives: then once more
             shutil.rmtree(run, ignore_errors=True)
             progress(f"{strategy}: start, and a kill at step {STOP_AT}")
             # As a person starts it; in the tests, later starts fork from a process that has the libraries.
-            first = self.launch(strategy, run, processes, log, stop_when=stop, fresh=True)
+            killed = processes - 1 if self.gpus else None
+            first = self.launch(strategy, run, processes, log, stop_when=stop, kill_rank=killed, fresh=True)
             stopped = max((line["step"] for line in launching.metrics(run)), default=0)
             if stopped == 0:
                 raise LaunchError(f"the first start fails: {reason(first.output)}; log: {log}")
@@ -308,6 +319,7 @@ def main() -> int:
     parser.add_argument("--strategy", action="append", choices=[*launching.STRATEGIES, "all"], help="default: all")
     parser.add_argument("--config", default="config", help="another configuration of the recipe, by its bare name")
     parser.add_argument("--precision", choices=list(TOLERANCE), default="fp32", help="shipped: the recipe's own")
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="on N GPUs, in place of two CPU processes")
     parser.add_argument("--rows", type=Path, help="24 or more own rows (.jsonl), for a recipe that reads others")
     parser.add_argument("--keep", action="store_true", help="keep the runs and their logs, and say where")
     parser.add_argument("--json", type=Path, help="also write what was measured to this file")
@@ -316,7 +328,8 @@ def main() -> int:
     work = Path(tempfile.mkdtemp(prefix="smoke-"))
     cells, keep = [], arguments.keep
     try:
-        bench = Bench(arguments.folder, work / "bench", arguments.config, arguments.precision, arguments.rows)
+        asked_of = (arguments.config, arguments.precision, arguments.rows, arguments.gpus)
+        bench = Bench(arguments.folder, work / "bench", *asked_of)
         for strategy in fitting(arguments.folder) if "all" in asked else dict.fromkeys(asked):
             cells.append(bench.cell(strategy, start_again=not cells))
             print(line(cells[-1]), flush=True)
