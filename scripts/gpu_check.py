@@ -142,7 +142,14 @@ def write_rows(work: Path, long: int, count: int = 120) -> dict[str, Path]:
 
 
 def train_command(
-    strategy: str, recipe: str, config: str, model: Path, rows: dict, out: Path, rehearse: bool, processes: int | None = None
+    strategy: str,
+    recipe: str,
+    config: str,
+    model: Path,
+    rows: dict,
+    out: Path,
+    rehearse: bool,
+    processes: int | None = None,
 ) -> list[str]:
     """The launch line of a recipe's configuration, on rows of `write_rows`; saves nothing but the result.
 
