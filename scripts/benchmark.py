@@ -101,11 +101,9 @@ TARGETS = {
             "FA4": ATTENTION,
             "packed 8 x 4096": _packed(8),
             "Liger norms, SwiGLU, rope": {"use_liger_kernel": True},
-            "regional compile": COMPILE,
         },
         extra={
-            "compile without Liger": {"use_liger_kernel": False},
-            "Liger without compile": {"torch_compile": False, "env": {}},
+            "compile without Liger": COMPILE | {"use_liger_kernel": False},
             "fp32 weights, autocast": {"strategy": "single"},
             "4 x 4096": _batch(4),
             "16 x 4096": _batch(16),
@@ -129,11 +127,9 @@ TARGETS = {
             "LoRA dropout 0": {"lora_dropout": 0.0},
             "no checkpointing, 2 x 4096 x 2": NO_CHECKPOINTING | _batch(2, 2),
             "Liger norms, SwiGLU, rope": {"use_liger_kernel": True},
-            "regional compile": COMPILE,
         },
         extra={
-            "Liger without compile": {"torch_compile": False, "env": {}},
-            "compile without Liger": {"use_liger_kernel": False},
+            "compile without Liger": COMPILE | {"use_liger_kernel": False},
             "checkpointing, 4 x 4096": {"activation_checkpointing": True} | _batch(4),
             "3 x 4096": _batch(3),
         },
@@ -151,7 +147,6 @@ TARGETS = {
             "FA4": ATTENTION,
             "packed 4 x 4096": _packed(4),
             "Liger norms, SwiGLU, rope": {"use_liger_kernel": True},
-            "regional compile": COMPILE,
         },
         extra={
             "bf16 weights": {"dtype": "bfloat16", "bf16_weights": True},
@@ -159,7 +154,6 @@ TARGETS = {
                 "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2}
             }
             | _batch(2, 2),
-            "Liger without compile": {"torch_compile": False, "env": {}},
         },
         trl={"optim": "adamw_8bit"},
         unsloth={"full": True, "batch": 4, "accumulation": 1, "length": 4096, "optim": "adamw_8bit"},
@@ -177,11 +171,9 @@ TARGETS = {
             "LoRA dropout 0": {"lora_dropout": 0.0},
             "no checkpointing, 2 x 4096 x 2": NO_CHECKPOINTING | _batch(2, 2),
             "Liger norms, rope": {"use_liger_kernel": True},
-            "regional compile": COMPILE,
         },
         extra={
-            "Liger without compile": {"torch_compile": False, "env": {}},
-            "compile without Liger": {"use_liger_kernel": False},
+            "compile without Liger": COMPILE | {"use_liger_kernel": False},
             "checkpointing, 8 x 4096": {"activation_checkpointing": True} | _batch(8),
             "3 x 4096": _batch(3),
         },

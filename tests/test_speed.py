@@ -25,7 +25,8 @@ def adapted_step(spared: bool, dropout: float) -> tuple[torch.Tensor, list[torch
     lora = LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear", init_lora_weights=False)
     model = get_peft_model(model, lora)
     if spared:
-        speed.spare_casts(SimpleNamespace(model=model, accelerator=SimpleNamespace(native_amp=True)))
+        trainer = {"model": model, "accelerator": SimpleNamespace(native_amp=True)}
+        speed.spare_casts(SimpleNamespace(**trainer, args=SimpleNamespace(device=torch.device("cpu"))))
     ids = torch.arange(100).reshape(2, 50)
     torch.manual_seed(1)
     with torch.profiler.profile() as profile:
