@@ -92,6 +92,7 @@ def correct_cell(cell: tuple, bench: smoke.Bench) -> dict:
 def correct(work: Path, gpus: int, only: list[str], jobs: int, rehearse: bool):
     """Yield the cells of CORRECT as they are done, `jobs` of them at a time."""
     cells = [cell for cell in CORRECT if any(word in named(cell) for word in only)]
+    cells = [cell for cell in cells if gpus > 1 or cell[1] not in ALONE]
     benches = {}
     for recipe, config, _ in cells:
         if (recipe, config) not in benches:

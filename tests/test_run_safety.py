@@ -254,6 +254,22 @@ def test_offloaded_state_needs_host_memory_and_no_gpu(monkeypatch):
     assert needs("zero3_offload", host=True) == needs("zero3") == 16 * guard.RUN["parameters"] / 4 > 0
 
 
+def test_fsdp_of_an_older_torch_is_refused_where_it_would_fail_at_its_first_save(monkeypatch):
+    monkeypatch.setitem(guard.RUN, "strategy", "fsdp")
+    monkeypatch.setattr(guard, "DTensor", torch.nn.Parameter)  # every parameter counts as sharded
+    model = torch.nn.Linear(2, 2)
+
+    def problem(version, evaluation):
+        monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+        args = SimpleNamespace(eval_strategy=evaluation, optim=SimpleNamespace(value="adamw_torch"))
+        return guard.strategy_problem(SimpleNamespace(args=args, model=model, model_wrapped=model))
+
+    assert "Install torch 2.13" in problem("2.11.0+cu130", "steps")
+    assert problem("2.11.0+cu130", "no") is None and problem("2.13.0", "steps") is None
+    model.peft_config = {}
+    assert problem("2.11.0+cu130", "steps") is None
+
+
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(keeper.RUN, "strategy", "fsdp")
     monkeypatch.delenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", raising=False)

@@ -237,8 +237,16 @@ def strategy_problem(trainer) -> str | None:
         return (
             f"bitsandbytes' `optim: {args.optim.value}` does not know FSDP2's shards. Add `--optim adamw_torch_fused`."
         )
+    adapter = hasattr(trainer.model, "peft_config")
+    if runs == "fsdp" and torch.__version__ < (2, 13) and not adapter and args.eval_strategy != "no":
+        # TRL's loss reads the head's weight without calling it. Older FSDP2 then takes the group of norm and head for
+        # one that still runs, and a save in between leaves it sharded (seen with torch 2.11, not with 2.13).
+        return (
+            f"FSDP2 of torch {torch.__version__} fails at the first step after an evaluation and a save. Install torch "
+            "2.13 (requirements.txt), or leave evaluation out: `--eval_strategy no`."
+        )
     trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
-    if runs in ("single", "ddp") and torch.bfloat16 in trained and not hasattr(trainer.model, "peft_config"):
+    if runs in ("single", "ddp") and torch.bfloat16 in trained and not adapter:
         return (
             "all weights would train in bf16 without fp32 masters, which rounds small updates away. Set "
             "`dtype: float32` and `bf16: true`."
