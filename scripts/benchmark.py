@@ -646,6 +646,7 @@ def grouped(results: list[dict]) -> dict[tuple, list[dict]]:
             key["rows"] != "real",
             key["rows"],
             order[key["target"]].index(key["arm"]),
+            key["depth"] or 0,
         )
 
     for line in sorted(results, key=place):

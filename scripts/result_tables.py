@@ -4,10 +4,10 @@
     python scripts/result_tables.py                                           # prints the names of the tables
 
 A mark is a line such as <!-- gpu table -->, its end <!-- end of gpu table -->; a page may hold any of them. `measured` and
-`fits` are about the recipe in whose README they stand. The files are those of gpu_check.py, sroie.py, load_memory.py,
-memory_chooser.py (predicted), measure_memory.py with memory.py (measured and predicted), benchmark.py, fault_campaign.py,
-export_matrix.py, export_real.py and of `scripts/test.sh --matrix` (strategy_table.py). The tables of docs/engines.md and
-docs/scaling.md have programs of their own.
+`fits` are about the recipe in whose README they stand. The files are those of gpu_check.py, several_gpus.py, sroie.py,
+load_memory.py, memory_chooser.py (predicted), measure_memory.py with memory.py (measured and predicted), benchmark.py,
+fault_campaign.py, export_matrix.py, export_real.py and of `scripts/test.sh --matrix` (strategy_table.py). The tables of
+docs/engines.md and docs/scaling.md have programs of their own.
 """
 
 import argparse
@@ -65,6 +65,14 @@ def gpu_table() -> str:
     if failed:
         lines += ["", "Failed first, and passed when repeated: " + "; ".join(failed) + "."]
     return "\n".join(lines)
+
+
+def several_table() -> str:
+    """Kill, resume, reload and export on GPUs, beside one process; speed beside one GPU."""
+    import several_gpus
+
+    report = read("several_gpus.json")
+    return f"{several_gpus.table(report)} {surroundings(report)}."
 
 
 def score_rows(label: str, scores: dict) -> str:
@@ -195,6 +203,7 @@ def data_table() -> str:
 TABLES = {
     "data": data_table,
     "gpu": gpu_table,
+    "several": several_table,
     "sroie": sroie_table,
     "memory": memory_table,
     "chooser": chooser_table,

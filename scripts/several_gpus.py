@@ -231,7 +231,7 @@ def speed(work: Path, gpus: int, only: list[str], rehearse: bool, left):
 
 
 def table(report: dict) -> str:
-    """The two tables of docs/results.md."""
+    """The tables of docs/results.md: what was correct, and where it was measured the speed."""
     lines = [
         "| recipe | launch file | killed, continued from step | losses off by | final/ off by | |",
         "|---|---|---|---|---|---|",
@@ -246,6 +246,12 @@ def table(report: dict) -> str:
             f"| {label} | {cell['strategy']} | {cell['stopped_at']} | {cell['loss_deviation']:.0e} | "
             f"{cell['logits_error']:.0e} | {exported} |"
         )
+    lines += [
+        "",
+        f"Tiny models in fp32, {len(report['gpus'])} x {report['gpus'][0]}, one process each, against one process.",
+    ]
+    if not report["speed"]:
+        return "\n".join(lines)
     lines += [
         "",
         "| recipe | launch file | depth | tok/s a GPU | of one GPU's | MFU | collectives, of a step | not hidden | "

@@ -322,9 +322,10 @@ def measured_table(recipe: str) -> str:
         mfu = best["mfu"] * rate / best["tokens_per_second"]
         of_trl = [line["tokens_per_second"] for line in every.get((name, "trl"), [])]
         beside = f" (TRL's script: {statistics.median(of_trl):,.0f})" if of_trl else ""
+        levers = "; ".join(target.levers) if arm == "full" else f"{arm.removeprefix('add: ')} and what is before it"
         lines.append(
-            f"| {target.config}, speed, {arm.removeprefix('add: ')} and what is before it | {rate:,.0f} tokens/s{beside}, "
-            f"MFU {mfu:.0%} | 1 x {best['device']}, {best['date']} |"
+            f"| {target.config}, speed, {target.label}: {levers} | {rate:,.0f} tokens/s{beside}, MFU {mfu:.0%} | "
+            f"1 x {best['device']}, {best['date']} |"
         )
     if recipe == "qwen3-8b-invoice":
         for name in ("sroie_gpu.json", "sroie_cpu.json"):
