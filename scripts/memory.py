@@ -309,7 +309,9 @@ def _peaks(config_json, kind, settings: Settings) -> dict[str, dict[str, int]]:
 def peaks(config, settings: Settings) -> dict[str, dict[str, int]]:
     """memory_trace.at_depth, remembered: what does not touch the trace is not part of its key."""
     plain = settings.compute == "autocast"
-    changes = {"strategy": "python" if plain else "zero2", "world": 1, "local": 1, "optim": "", "stored": ""}
+    # "python" is measure_memory.py's own loop; the recipes spare casts of adapters.
+    autocast = "python" if settings.strategy == "python" else "single"
+    changes = {"strategy": autocast if plain else "zero2", "world": 1, "local": 1, "optim": "", "stored": ""}
     changes |= {"load_in_4bit": False, "load_in_8bit": False}
     changes |= {"accumulation": min(settings.accumulation, 2) if plain else 1}
     key = dataclasses.replace(settings, **changes)

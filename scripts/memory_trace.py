@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import trl.kernels.chunked_logprob
 from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -277,6 +278,10 @@ def trace(config, settings, layers: int, compute: str) -> dict[str, dict[str, in
     model = meta_model(config, settings.lora, dtype)
     if compute != "autocast":
         model.to(dtype)
+    elif settings.lora and settings.strategy != "python":  # as speed.spare_casts of the recipes on a GPU
+        for layer in model.modules():
+            if isinstance(layer, BaseTunerLayer):
+                layer.cast_input_dtype_enabled = False
     base = model.get_base_model() if settings.lora else model
     attention = settings.attention
     base.config._attn_implementation = attention
