@@ -84,7 +84,7 @@ def environment(bench: smoke.Bench) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",  # torchrun's choice for two processes on one machine; sums depend on it in the last bit
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(local_slurm.free_ports(1)[0]),
+        "MASTER_PORT": str(local_slurm.free_ports(2)[0]),  # node.py listens on the next one
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
 

@@ -6,6 +6,7 @@ Needs Debian's `slurm-wlm` and `munge`. Every daemon is a child of this process 
 import contextlib
 import getpass
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -153,10 +154,10 @@ def find(program: str) -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Ports in a row that nothing listens on, below those that connections get: free minutes later, too, most likely."""
+    while True:
+        first = random.randrange(20000, 32000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return list(range(first, first + count))

@@ -38,7 +38,7 @@ def at_the_root(monkeypatch):
 def together(monkeypatch, lines: list, ranks=(0, 1), addresses=("127.0.0.1", "127.0.0.1"), wait=3.0, same=None) -> list:
     """What `meet` gives two nodes, each a thread with a name of its own: host names, or the error."""
     monkeypatch.setattr(node, "host", lambda: threading.current_thread().name)
-    port = local_slurm.free_ports(1)[0]
+    port = local_slurm.free_ports(2)[0]
 
     def one(number: int):
         threading.current_thread().name = f"host-{'ab'[number]}"
