@@ -82,6 +82,7 @@ def environment(bench: smoke.Bench) -> dict[str, str]:
         "HF_HOME": str(bench.work / "cache"),
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONFAULTHANDLER": "1",  # a rank that is aborted says where it was
         "OMP_NUM_THREADS": "1",  # torchrun's choice for two processes on one machine; sums depend on it in the last bit
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(local_slurm.free_ports(2)[0]),  # node.py listens on the next one
