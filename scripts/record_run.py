@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/single.yaml scripts/record_run.py train.py ... --output_dir RUN
 
-RUN/record.pt holds the batches of evaluation (input_ids, attention_mask, labels) and, after the last step, the logits
-of the first batch.
+RUN/record.pt holds the batches of evaluation, or of one epoch where nothing was held out (input_ids, attention_mask,
+labels), and, after the last step, the logits of the first batch.
 """
 
 import runpy
@@ -19,7 +19,8 @@ _train = Trainer.train
 def _train_and_record(self, *args, **kwargs):
     result = _train(self, *args, **kwargs)
     names = ("input_ids", "attention_mask", "labels")
-    batches = [{name: batch[name].cpu() for name in names} for batch in self.get_eval_dataloader()]
+    loader = self.get_eval_dataloader() if self.eval_dataset else self.get_train_dataloader()
+    batches = [{name: batch[name].cpu() for name in names} for batch in loader]
     self.model.eval()
     with torch.no_grad():
         first = {name: batches[0][name].to(self.args.device) for name in names[:2]}
