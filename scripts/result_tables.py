@@ -4,8 +4,8 @@
     python scripts/result_tables.py                                           # prints the names of the tables
 
 A mark is a line such as <!-- gpu table -->, its end <!-- end of gpu table -->; a page may hold any of them. `measured` and
-`fits` are about the recipe in whose README they stand. The files are those of gpu_check.py, several_gpus.py, sroie.py,
-load_memory.py, memory_chooser.py (predicted), measure_memory.py with memory.py (measured and predicted), benchmark.py,
+`fits` are about the recipe in whose README they stand. The files are those of gpu_check.py, several_gpus.py, startup.py,
+sroie.py, load_memory.py, memory_chooser.py (predicted), measure_memory.py with memory.py (measured and predicted), benchmark.py,
 fault_campaign.py, export_matrix.py, export_real.py and of `scripts/test.sh --matrix` (strategy_table.py). The tables of
 docs/engines.md and docs/scaling.md have programs of their own.
 """
@@ -200,8 +200,16 @@ def data_table() -> str:
     return "\n".join([*lines, "", f"{surroundings(report)}; load average {report['load'][0]} at the end."])
 
 
+def startup_table() -> str:
+    """Seconds to the first step, in parts."""
+    import startup
+
+    return startup.table(read("startup.json"))
+
+
 TABLES = {
     "data": data_table,
+    "startup": startup_table,
     "gpu": gpu_table,
     "several": several_table,
     "sroie": sroie_table,
