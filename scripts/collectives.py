@@ -8,11 +8,10 @@ and `exposed_ms` (NCCL's kernels while no other kernel runs). A kernel that wait
 
 import json
 import os
-import runpy
-import sys
 import time
 from pathlib import Path
 
+import fsdp_on_cpu
 import torch
 from transformers import Trainer, TrainerCallback
 
@@ -94,7 +93,4 @@ def _init_and_profile(self, *args, **kwargs):
 
 if __name__ == "__main__":
     Trainer.__init__ = _init_and_profile
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
-    sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    fsdp_on_cpu.run_wrapped()

@@ -26,9 +26,7 @@ Without FAULT it runs train.py as it is, and FSDP2 for real as fsdp_on_cpu.py do
 
 import json
 import os
-import runpy
 import shutil
-import sys
 import threading
 import time
 from pathlib import Path
@@ -146,7 +144,4 @@ if __name__ == "__main__":
     if FAULT:
         Path(f"{FAULT['flag']}.pid-{RANK}").write_text(str(os.getpid()))
         patch()
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
-    sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    fsdp_on_cpu.run_wrapped()

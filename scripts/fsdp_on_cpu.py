@@ -32,13 +32,18 @@ def _init_and_promote(self, *args, fsdp_plugin=None, **kwargs):
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
+def run_wrapped() -> None:
+    """Run the program named by the first argument with the arguments after it, as if it had been started itself."""
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
 if __name__ == "__main__":
     AcceleratorState.__init__ = _init_and_promote
     if importlib.util.find_spec("bitsandbytes"):
         import bitsandbytes.nn.modules
 
         bitsandbytes.nn.modules.has_avx512bf16 = lambda: False
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
-    sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    run_wrapped()

@@ -6,10 +6,9 @@ RUN/record.pt holds the batches of evaluation, or of one epoch where nothing was
 labels), and, after the last step, the logits of the first batch.
 """
 
-import runpy
-import sys
 from pathlib import Path
 
+import fsdp_on_cpu
 import torch
 from transformers import Trainer
 
@@ -31,7 +30,4 @@ def _train_and_record(self, *args, **kwargs):
 
 if __name__ == "__main__":
     Trainer.train = _train_and_record
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
-    sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    fsdp_on_cpu.run_wrapped()

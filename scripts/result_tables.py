@@ -72,7 +72,7 @@ def several_table() -> str:
     import several_gpus
 
     report = read("several_gpus.json")
-    return f"{several_gpus.table(report)} {surroundings(report)}."
+    return f"{several_gpus.table(report)}\n{surroundings(report)}."
 
 
 def score_rows(label: str, scores: dict) -> str:
@@ -161,7 +161,7 @@ def export_table() -> str:
         passed = [cell for _, cell in cells if not cell["error"]]
         off = max((cell["difference"] for cell in passed), default=float("nan"))
         lost = [cell["merged"]["lost"] for cell in passed if cell["merged"]]
-        label = recipe if config == "config" else f"{recipe} `{config}`"
+        label = status_table.labelled(recipe, config)
         order = [name for name in STRATEGIES if name in dict(cells)]
         lines.append(
             f"| {label} | {', '.join(order)} | {len(cells) - len(passed)} | {off:.0e} | "

@@ -30,6 +30,7 @@ import gpu_check
 import launching
 import memory
 import smoke
+import status_table
 import tiny_model
 import torch
 
@@ -239,7 +240,7 @@ def table(report: dict) -> str:
         "|---|---|---|---|---|---|",
     ]
     for cell in report["correct"]:
-        label = cell["recipe"] + (f" `{cell['config']}`" if cell["config"] != "config" else "")
+        label = status_table.labelled(cell["recipe"], cell["config"])
         if cell["error"]:
             lines.append(f"| {label} | {cell['strategy']} | | | | {cell['error']} |")
             continue
@@ -248,20 +249,16 @@ def table(report: dict) -> str:
             f"| {label} | {cell['strategy']} | {cell['stopped_at']} | {cell['loss_deviation']:.0e} | "
             f"{cell['logits_error']:.0e} | {exported} |"
         )
-    lines += [
-        "",
-        f"Tiny models in fp32, {len(report['gpus'])} x {report['gpus'][0]}, one process each, against one process.",
-    ]
+    lines.append("")
     if not report["speed"]:
         return "\n".join(lines)
     lines += [
-        "",
         "| recipe | launch file | depth | tok/s a GPU | of one GPU's | MFU | collectives, of a step | not hidden | "
         "GiB, predicted | measured | losses off by |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cell in report["speed"]:
-        label = cell["recipe"] + (f" `{cell['config']}`" if cell["config"] != "config" else "")
+        label = status_table.labelled(cell["recipe"], cell["config"])
         depth = f"{cell['layers']} layers" if cell["layers"] else "whole"
         place = f"| {label} | {cell['strategy']} | {depth} |"
         if cell["error"]:
@@ -274,7 +271,7 @@ def table(report: dict) -> str:
             f"{format(run['mfu'] or 0, '.1%')} | {parts[0]:.0%} | {parts[1]:.0%} | "
             f"{cell['predicted_gib']:.1f} | {run['peak_gib']:.1f} | {cell['loss_deviation']:.0e} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
 
 
 def main() -> int:

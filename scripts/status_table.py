@@ -133,6 +133,11 @@ def runs() -> dict[tuple[str, str, str], list[str]]:
     return {key: [name for _, name in sorted(found)] for key, found in where.items()}
 
 
+def labelled(recipe: str, config: str) -> str:
+    """A recipe with its configuration, as the tables name them."""
+    return recipe if config == "config" else f"{recipe} `{config}`"
+
+
 def by_arm(lines: list[dict]) -> dict[tuple[str, str], list[dict]]:
     """(target, arm) -> results of benchmark.json on documents of real lengths and the whole model; repeats together."""
     import benchmark
@@ -147,7 +152,7 @@ def status_table() -> str:
     lines = [f"| recipe | {' | '.join(STRATEGIES)} |", f"|---|{'---|' * len(STRATEGIES)}"]
     for name, folder in recipes().items():
         for config in configurations(folder):
-            label = name if config == "config" else f"{name} `{config}`"
+            label = labelled(name, config)
             cells = [
                 ", ".join(found.get((name, config, strategy), []))
                 or ("never" if strategy in fitting(folder, config) else "")

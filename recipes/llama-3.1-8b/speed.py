@@ -75,12 +75,11 @@ def spare_casts(trainer) -> None:
     the casts itself.
     """
     if trainer.accelerator.native_amp:
-        exact = torch.nn.Dropout if trainer.args.device.type == "cuda" else torch.nn.Identity
+        gpu = trainer.args.device.type == "cuda"
+        exact = (torch.nn.Identity, torch.nn.Dropout) if gpu else torch.nn.Identity
         for module in trainer.model.modules():
             dropouts = getattr(module, "lora_dropout", {}).values()
-            if isinstance(module, BaseTunerLayer) and all(
-                isinstance(one, (torch.nn.Identity, exact)) for one in dropouts
-            ):
+            if isinstance(module, BaseTunerLayer) and all(isinstance(one, exact) for one in dropouts):
                 module.cast_input_dtype_enabled = False  # as peft.helpers.disable_input_dtype_casting does for a while
 
 
