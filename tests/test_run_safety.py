@@ -1,6 +1,7 @@
 """A run is not lost to bad numbers, a small disk, a broken tracker, other process counts; and it tells no secret."""
 
 import copy
+import errno
 import json
 import os
 import pickle
@@ -8,6 +9,7 @@ import re
 import shutil
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes" / "llama-3.2-1b"))
 import guard  # noqa: E402
 import keeper  # noqa: E402
+import ranks  # noqa: E402
 import run_log  # noqa: E402
 import watcher  # noqa: E402
 
@@ -297,6 +300,38 @@ def trainer_of(parameters: int, **changes):
     return SimpleNamespace(
         args=SimpleNamespace(**arguments), state=SimpleNamespace(max_steps=100, save_steps=10), model=model
     )
+
+
+def test_a_rank_that_fills_the_disk_again_does_not_leave_the_run_as_running(tmp_path, monkeypatch, capsys):
+    """The first rank that fails makes room for run.json; one that is still saving takes it, and then fails, too."""
+    monkeypatch.setattr(ranks, "RUN", {"folder": tmp_path, "record": {"outcome": "running"}})
+    monkeypatch.setattr(ranks.time, "sleep", lambda seconds: None)
+    cut_off = tmp_path / "checkpoint-4"
+    write, refused = Path.write_text, []
+
+    def write_text(path, text, encoding=None):
+        if len(refused) < 3:
+            cut_off.mkdir(exist_ok=True)  # by the other rank
+            refused.append(cut_off.exists())
+            raise OSError(errno.ENOSPC, "No space left on device")
+        assert not cut_off.exists()
+        return write(path, text, encoding=encoding)
+
+    def save():
+        held.append(weakref.ref(file := (tmp_path / "shard").open("w")))
+        raise RuntimeError(f"{file.name}: No space left on device")
+
+    held = []
+    try:
+        save()
+    except RuntimeError as error:
+        kind, failure, trace = type(error), error, error.__traceback__
+    monkeypatch.setattr(Path, "write_text", write_text)
+    ranks.on_exception(kind, failure, trace)
+    monkeypatch.undo()
+    assert len(refused) == 3 and held[0]() is None  # a removed file takes room until it is closed
+    assert json.loads((tmp_path / "run.json").read_text())["outcome"] == "failed"
+    assert capsys.readouterr().err.count("is full (RuntimeError)") == 1
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_is_refused_before_the_first_step(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ Ranks talk over the process group where there is one, before that over the key-v
 rank stops all of them: they exchange what they found, and rank 0 prints one paragraph.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -121,8 +120,14 @@ def on_exception(kind, error, trace) -> None:
     if not first:
         return
     full = disk_full(error)
-    with contextlib.suppress(OSError):
-        record(outcome="failed", error=full or f"{kind.__name__}: {error}"[:2000])
+    for _ in range(20):  # a rank that is still saving takes the room that was just made, until it fails, too
+        try:
+            record(outcome="failed", error=full or f"{kind.__name__}: {error}"[:2000])
+            break
+        except OSError:
+            traceback.clear_frames(trace)  # the files that are open there
+            time.sleep(0.5)
+            disk_full(error)
     last = traceback.extract_tb(trace)[-1].filename
     rank = "" if environment("WORLD_SIZE", 1) == 1 else f" (rank {environment('RANK', 0)})"
     if full:
