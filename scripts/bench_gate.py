@@ -6,7 +6,7 @@
 One model with random weights; documents of uneven length through TRL's own collator. Errors are relative, by norm, over
 the logits and over the gradients of all weights. Exit code 1 where one is above its limit; against fp32, the limit is
 what eager attention loses in the same dtype, where that is more. Packing is checked where the recipes allow it: gpt-oss
-with a flash kernel, Llama and Qwen3 always.
+with a flash kernel, Llama and Qwen3 always. Of gpt-oss, one layer's experts run by fused_experts.py as well.
 """
 
 import argparse
@@ -19,8 +19,12 @@ from pathlib import Path
 import tiny_model
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.utils import is_flash_attn_4_available
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes" / "gpt-oss-20b"))
+import fused_experts
 
 LENGTHS = (37, 300, 5, 171)
 # Rounding to bf16 moves logits and gradients of two layers by 1 to 2 %, a wrong mask by tens of percent.
@@ -100,7 +104,32 @@ def check(family: str, size: str, attention: str | None, bf16: bool = False) -> 
     result |= errors(alone, wanted)
     if dtype != torch.float32:
         result["eager"] = errors(eager(dtype), wanted)
+    if family == "gpt-oss":
+        experts = model.model.layers[0].mlp.experts
+        result["fused_experts"] = experts_error(experts, fused=True)
+        if "eager" in result:
+            result["eager"]["fused_experts"] = experts_error(experts, fused=False)
     return result
+
+
+def experts_error(experts, fused: bool) -> float:
+    """Error of one layer's experts against transformers' own in fp32: outputs, and all gradients, of random tokens."""
+    draw, device = torch.Generator().manual_seed(0), experts.gate_up_proj.device
+    hidden = torch.randn(sum(LENGTHS), experts.hidden_size, generator=draw)
+    chosen = torch.randn(len(hidden), experts.num_experts, generator=draw).topk(4)
+    weight, change = chosen.values.softmax(1), torch.randn(hidden.shape, generator=draw)
+
+    def outputs(module, forward):
+        dtype = module.gate_up_proj.dtype
+        given = [tensor.to(device, dtype).detach().clone().requires_grad_() for tensor in (hidden, weight)]
+        module.zero_grad(set_to_none=True)
+        output = forward(module, given[0], chosen.indices.to(device), given[1])
+        output.backward(change.to(device, dtype))
+        return [output.detach(), *(tensor.grad for tensor in (*given, *module.parameters()))]
+
+    forward = fused_experts.experts_forward if fused else grouped_mm_experts_forward
+    exact = outputs(copy.deepcopy(experts).float(), grouped_mm_experts_forward)
+    return max(relative([a], [b]) for a, b in zip(outputs(experts, forward), exact, strict=True))
 
 
 def errors(found: tuple, wanted: tuple) -> dict[str, float]:

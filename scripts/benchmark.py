@@ -50,6 +50,7 @@ COMPILE = {
     "env": {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true", "ACCELERATE_DYNAMO_USE_DYNAMIC": "true"},
 }
 NO_CHECKPOINTING = {"activation_checkpointing": False}
+FUSED_EXPERTS = {"model_init_kwargs": {"experts_implementation": "fused"}}  # the recipe's fused_experts.py
 # On Hopper torch's SDPA takes cuDNN first, which builds a plan for every new (batch, padded length).
 CUDNN_LAST = {"env": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}}
 
@@ -176,6 +177,8 @@ TARGETS = {
             "compile without Liger": COMPILE | {"use_liger_kernel": False},
             "checkpointing, 8 x 4096": {"activation_checkpointing": True} | _batch(8),
             "3 x 4096": _batch(3),
+            "fused experts": FUSED_EXPERTS,
+            "fused experts, 4 x 4096": FUSED_EXPERTS | _batch(4),
         },
         trl=_lora(8, *ATTENTION_MODULES) | {"dtype": "bfloat16"},
         unsloth={"rank": 8, "modules": ATTENTION_MODULES, "batch": 4, "accumulation": 1, "length": 4096},
@@ -193,6 +196,7 @@ TARGETS = {
             "8 x 4096": _batch(8),
             "Liger norms, rope": {"use_liger_kernel": True},
         },
+        extra={"fused experts": FUSED_EXPERTS},
         trl=_lora(8, *ATTENTION_MODULES)
         | {
             "dtype": "bfloat16",
@@ -216,7 +220,11 @@ TARGETS = {
         | {"attn_implementation": "eager", "use_peft": False, "optim": "adamw_8bit", "bf16_weights": True}
         | {"activation_checkpointing": True, "learning_rate": 1e-6},
         levers={"FA4": ATTENTION, "packed 2 x 4096 x 2": _packed(2, 2)},
-        extra={"4 x 4096": _batch(4)},
+        extra={
+            "4 x 4096": _batch(4),
+            "fused experts": FUSED_EXPERTS,
+            "fused experts, Liger, 4 x 4096": FUSED_EXPERTS | {"use_liger_kernel": True} | _batch(4),
+        },
     ),
     "gpt-oss-120b": Target(
         recipe="gpt-oss-120b",
@@ -226,7 +234,7 @@ TARGETS = {
         base=_unpacked(1, 4, 2048)
         | {"attn_implementation": "eager", "lora_dropout": 0.05, "activation_checkpointing": True},
         levers={"FA4": ATTENTION, "packed 4 x 4096": _packed(4), "LoRA dropout 0": {"lora_dropout": 0.0}},
-        extra={"8 x 4096": _batch(8)},
+        extra={"8 x 4096": _batch(8), "fused experts": FUSED_EXPERTS},
     ),
 }
 

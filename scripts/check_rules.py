@@ -557,9 +557,18 @@ def files(launch: Launch) -> None:
                     "GPUs; under a launcher each process has one.",
                     'device_map={"": training_args.device}, or none',
                 )
-    if isinstance(launch.training_args.model_init_kwargs, dict) and launch.training_args.model_init_kwargs.get(
-        "device_map"
-    ):
+    loading = launch.training_args.model_init_kwargs
+    loading = loading if isinstance(loading, dict) else {}
+    flags = {"revision": "model_revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
+    for key in flags.keys() & loading.keys():
+        launch.add(
+            "model-init",
+            launch.where("model_init_kwargs"),
+            "model_init_kwargs",
+            f"{key} has a flag of its own, which decides.",
+            f"take it out, and give --{flags[key]}",
+        )
+    if loading.get("device_map"):
         launch.add(
             "device-map",
             launch.where("model_init_kwargs"),

@@ -201,7 +201,8 @@ class Bench:
             raise LaunchError(f"killed at step {stopped}, it left no checkpoint; log: {log}")
         cell.stopped_at = found[-1]
         # Where transformers shards while it loads, the guard has seen the shards, and the adapter is whole on each rank.
-        kind = "ddp" if self.settings.get("model_init_kwargs") else strategy
+        native = (self.settings.get("model_init_kwargs") or {}).get("distributed_config")
+        kind = "ddp" if native else strategy
         if problem := sharding_problem(run / f"checkpoint-{found[-1]}", kind, processes):
             raise LaunchError(problem)
 

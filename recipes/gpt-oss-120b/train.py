@@ -20,12 +20,13 @@ import json
 import os
 from pathlib import Path
 
-import expert_parallel
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
+import expert_parallel
+import fused_experts
 import guard
 import inputs
 import keeper
@@ -63,6 +64,7 @@ def main():
     guard.check_launch(parser, __file__, ("single", "fsdp", "zero3", "zero3_offload"))
     script_args, training_args, model_args, recipe_args = parser.parse_args_and_config()
     keeper.open_run(script_args, training_args, model_args, recipe_args)
+    fused_experts.register()  # a choice for model_init_kwargs, as its first lines say
 
     tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
     stock_template = tokenizer.chat_template
@@ -70,11 +72,16 @@ def main():
 
     config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
     is_mxfp4 = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "dtype": model_args.dtype,
-        "attn_implementation": model_args.attn_implementation,
-    } | (native := expert_parallel.sharding(training_args, model_args))
+    native = expert_parallel.sharding(training_args, model_args)
+    training_args.model_init_kwargs = (
+        (training_args.model_init_kwargs or {})
+        | native
+        | {
+            "revision": model_args.model_revision,
+            "dtype": model_args.dtype,
+            "attn_implementation": model_args.attn_implementation,
+        }
+    )
     # The published weights are MXFP4, which cannot be trained: they are turned into bf16, on purpose, while loading.
     quantization_config = Mxfp4Config(dequantize=True) if is_mxfp4 else None
     model = model_args.model_name_or_path

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4C
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
+import fused_experts
 import guard
 import inputs
 import keeper
@@ -61,6 +62,7 @@ def main():
     guard.check_launch(parser, __file__, ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "zero3_offload"))
     script_args, training_args, model_args, recipe_args = parser.parse_args_and_config()
     keeper.open_run(script_args, training_args, model_args, recipe_args)
+    fused_experts.register()  # a choice for model_init_kwargs, as its first lines say
 
     tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
     stock_template = tokenizer.chat_template
@@ -68,7 +70,7 @@ def main():
 
     config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
     is_mxfp4 = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
-    training_args.model_init_kwargs = {
+    training_args.model_init_kwargs = (training_args.model_init_kwargs or {}) | {
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation,

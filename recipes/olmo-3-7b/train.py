@@ -36,7 +36,7 @@ def main():
         tokenizer.pad_token = "<|finetune_right_pad_id|>"
     train_rows, eval_rows = inputs.load_rows(script_args, training_args, recipe_args, tokenizer)
 
-    training_args.model_init_kwargs = {
+    training_args.model_init_kwargs = (training_args.model_init_kwargs or {}) | {
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation,

@@ -46,6 +46,16 @@ FREE = re.compile(
 )
 
 
+# What train.py gives from_pretrained itself, and the flag that decides it.
+LOADING = {
+    "revision": "--model_revision",
+    "dtype": "--dtype",
+    "attn_implementation": "--attn_implementation",
+    "quantization_config": "--load_in_4bit",
+    "device_map": "the launcher",
+}
+
+
 def identity(script_args, training_args, model_args, recipe_args) -> dict:
     """What decides the weights: arguments, files by their content, batch and processes; without secrets."""
     every = {}
@@ -205,6 +215,10 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
             "machine without a GPU add `--use_cpu true` after train.py, and take `use_cpu` out of the launch file."
         )
     agree("world", problem)
+    named = [key for key in LOADING if key in (training_args.model_init_kwargs or {})]
+    if named:
+        problem = f"model_init_kwargs names {', '.join(named)}. Leave that to {', '.join(LOADING[k] for k in named)}."
+    agree("loading", problem)
     if not os.path.isdir(name) and state.local_process_index == 0:  # one download a machine, the others wait
         try:
             snapshot_download(name, revision=model_args.model_revision, ignore_patterns=["original/*", "metal/*"])

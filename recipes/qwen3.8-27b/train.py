@@ -43,7 +43,9 @@ def main():
         dtype=model_args.dtype,
         attn_implementation=model_args.attn_implementation,
         quantization_config=get_quantization_config(model_args),
+        **(training_args.model_init_kwargs or {}),
     )
+    training_args.model_init_kwargs = None
     model._no_split_modules = {"Qwen3_5DecoderLayer"}  # FSDP looks for each of these, and would miss the vision block
     model._weight_conversions = []  # save under this class's names: Trainer resumes by them, and would load nothing else
     trainer = SFTTrainer(
