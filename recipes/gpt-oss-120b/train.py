@@ -12,8 +12,7 @@
 Loss on what the assistant writes, its reasoning included. Defaults stand in config.yaml; any TRL argument may follow:
 
     ... recipes/gpt-oss-120b/train.py --learning_rate 1e-4 --dataset_name my_rows.jsonl
-    ... recipes/gpt-oss-120b/train.py --config expert_lora
-    ... recipes/gpt-oss-120b/train.py --config expert_parallel
+    ... recipes/gpt-oss-120b/train.py --config expert_lora (or expert_parallel, or qlora)
 """
 
 import json
@@ -35,8 +34,7 @@ import keeper
 def load_model(model_args: ModelConfig, training_args: SFTConfig, quantization_config) -> torch.nn.Module:
     """The model on this process's device: MXFP4 is dequantized there, in seconds; on a CPU thread it takes minutes.
 
-    With load_in_4bit the experts, 19 of 20 weights, are packed to NF4, layer by layer; bitsandbytes' own loading packs
-    Linear layers only, and gpt-oss keeps its experts in fused parameters.
+    With load_in_4bit the experts are packed to NF4, layer by layer: bitsandbytes' own loading packs Linear layers only.
     """
     device = "cpu" if model_args.load_in_4bit else training_args.device
     threads = torch.get_num_threads()  # the launcher allows one; loading can use what lies idle
