@@ -229,11 +229,17 @@ def test_node_and_gpu_counts_agree_everywhere_in_a_job_file(job_files):
         assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]} and pod["subdomain"]
         sky = yaml.safe_load(job_files["sky", recipe.name])
         assert sky["num_nodes"] == 2 and sky["resources"]["accelerators"] == "H100:8"
+        assert "pip install -r requirements.txt -r requirements-hopper.txt" in sky["setup"]
         assert sky["resources"]["job_recovery"]["recover_on_exit_codes"] == [node.RESTART]
         air = yaml.safe_load(job_files["air", recipe.name])
         assert air["compute"] == {"accelerator_type": "GPU_8xH100", "num_accelerators": 16}
         pins = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
         assert air["environment"]["dependencies"] == pins
+
+
+def test_flash_attention_is_installed_where_the_gpu_can_use_it():
+    sky = {kind: yaml.safe_load(job_file("sky", RECIPES[0], 1, "--accelerator", kind)) for kind in ("H200", "A100")}
+    assert ["hopper" in file["setup"] for file in sky.values()] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -161,8 +161,12 @@ def check_command(words: list[str], monkeypatch) -> None:
             assert all(re.fullmatch(r"[A-Z_]+=\S+", word) for word in rest)
         case ["sudo", "apt-get", "install", *_]:
             pass
-        case ["docker", "build", "-t", "cookbook", "."] | ["docker", "run", *_, "cookbook"]:
-            assert (ROOT / "Dockerfile").is_file()
+        case ["docker", "build", "--build-arg", files, "-t", "cookbook", "."]:
+            name, _, files = files.partition("=")
+            assert f"ARG {name}=" in (ROOT / "Dockerfile").read_text(encoding="utf-8")
+            assert all((ROOT / file).is_file() for file in files.split())
+        case ["docker", "run", *_, "cookbook"]:
+            pass
         case _:
             pytest.fail(f"no rule covers this command: {' '.join(words)}")
 

@@ -72,12 +72,15 @@ def requirements(line: Line) -> list[str]:
 def render(engine: str, line: Line, **values) -> str:
     """The job file's text. values: name, nodes, gpus, accelerator, image, claim, grace, restarts, timeout, version."""
     check(line, engine, values["nodes"], values["gpus"], values["accelerator"])
+    hopper = re.match(r"[HB]\d00\b", values["accelerator"])  # FlashAttention 4 is for these
+    files = ["requirements.txt", *(["requirements-hopper.txt"] if hopper else [])]
     values |= {
         "command": shlex.join(line.words),
         "words": json.dumps(line.words),  # JSON is YAML
         "termination": values["grace"] + 60,  # for the preflight and the end of the launcher
         "total": values["nodes"] * values["gpus"],
         "dependencies": json.dumps(requirements(line)),
+        "files": " ".join(f"-r {name}" for name in files),
     }
     text = Template((HERE / ENGINES[engine][0]).read_text(encoding="utf-8")).substitute(values)
     list(yaml.safe_load_all(text))
