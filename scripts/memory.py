@@ -82,6 +82,7 @@ class Settings:
     bf16: bool = True
     optim: str = "adamw_torch_fused"
     attention: str = "sdpa"
+    experts: str = "grouped_mm"  # or "fused", of the gpt-oss recipes
     checkpointing: bool = False
     lora_r: int = 0
     lora_targets: tuple[str, ...] = ()
@@ -628,6 +629,7 @@ def settings_from(config, model_args, training_args, strategy: str, world: int, 
         bf16=bool(training_args.bf16),
         optim=getattr(training_args.optim, "value", str(training_args.optim)),
         attention=attention,
+        experts=(training_args.model_init_kwargs or {}).get("experts_implementation") or "grouped_mm",
         checkpointing=bool(checkpointing),
         load_in_4bit=bool(model_args.load_in_4bit),
         load_in_8bit=bool(model_args.load_in_8bit),

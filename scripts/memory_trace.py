@@ -8,7 +8,7 @@ exact because every peak grows by the same bytes with each layer, or with each r
 What a CPU build of torch cannot run on fake tensors has a stand-in that allocates what the CUDA kernel allocates:
 scaled dot product attention and FlashAttention (outputs, log-sum-exp, and the fp32 accumulators of the backward pass),
 linear attention as flash-linear-attention and causal-conv1d run it, the grouped matrix product of the experts, and the
-tiles of the loss head.
+tiles of the loss head. So have the kernels of fused_experts.py, which a CPU does not compile.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import copy
 import math
 import sys
 import warnings
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -29,6 +30,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.integrations import moe
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer import utils as trl_utils
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes" / "gpt-oss-20b"))
+import fused_experts
 
 CPU = torch.device("cpu")
 DEPTHS = (2, 3)  # gpt-oss alternates two kinds of attention: both depths hold both masks
@@ -204,6 +208,19 @@ class GroupedMM(torch.autograd.Function):
         return tuple(None if shape is None else grad.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
+# What each kernel of the gpt-oss recipes' fused_experts.py allocates: its result.
+FUSED_EXPERTS = {
+    "grouped_mm": lambda x, weight, offs: GroupedMM.apply(x, weight),
+    "gathered_sum": lambda rows, place: rows.new_empty(len(place), rows.shape[1]),
+    "gate": lambda rows, *_: rows.new_empty(len(rows), rows.shape[1] // 2),
+    "gate_backward": lambda grad, rows, *_: torch.empty_like(rows),
+    "combine": lambda rows, bias, weight, expert, place: rows.new_empty(len(place), rows.shape[1]),
+    "weighted": lambda grad, weight, order, dtype: grad.new_empty(len(order), grad.shape[1], dtype=dtype),
+    "weight_gradient": lambda grad, rows, bias, weight, *_: torch.empty_like(weight),
+    "bias_gradient": lambda change, bias, expert, needed: torch.empty_like(bias) if needed else None,
+}
+
+
 def _half(*tensors):
     """What autocast does to the inputs of an attention kernel."""
     return [t.to(torch.bfloat16) if torch.is_autocast_enabled("cpu") else t for t in tensors]
@@ -285,6 +302,9 @@ def trace(config, settings, layers: int, compute: str) -> dict[str, dict[str, in
     base = model.get_base_model() if settings.lora else model
     attention = settings.attention
     base.config._attn_implementation = attention
+    if settings.experts == "fused":
+        fused_experts.register()
+        base.config._experts_implementation = settings.experts
     module = sys.modules[type(base).__module__]
     rows, length = settings.shape
     tracker = PhaseTracker()
@@ -308,6 +328,8 @@ def trace(config, settings, layers: int, compute: str) -> dict[str, dict[str, in
         flash = {name: _flash for name in ("flash_attention_2", "flash_attention_3", "flash_attention_4")}
         stack.enter_context(mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, flash))
         stack.enter_context(mock.patch.object(moe, "_grouped_mm", lambda x, w, offs: GroupedMM.apply(x.to(w.dtype), w)))
+        for name, stand_in in FUSED_EXPERTS.items():
+            stack.enter_context(mock.patch.object(fused_experts, name, stand_in))
         kernels = trl.kernels.chunked_logprob
         for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
             stack.enter_context(mock.patch.object(kernels, name, lambda *args, **kwargs: None))
