@@ -216,9 +216,11 @@ def lever_table() -> str:
     for name, target in benchmark.TARGETS.items():
         before, added = None, []
         for arm in dict.fromkeys(["trl", *benchmark.arms(target)]):
-            if not (arm in ("trl", "full") or arm.startswith("add: ")):
+            opt_in = "fused experts" in arm  # on top of `full`, each by itself
+            if not (arm in ("trl", "full") or arm.startswith("add: ") or opt_in):
                 continue
-            added += [] if arm == "trl" else [list(target.levers)[-1] if arm == "full" else arm.removeprefix("add: ")]
+            setting = list(target.levers)[-1] if arm == "full" else arm.removeprefix("add: ").removeprefix("full, ")
+            added = [f"{setting} (opt-in)"] if opt_in else added + ([] if arm == "trl" else [setting])
             if not (repeats := measured.get((name, arm))):
                 continue
             rate = statistics.median(line["tokens_per_second"] for line in repeats)
@@ -228,7 +230,7 @@ def lever_table() -> str:
                     f"| {target.recipe} | {'; '.join(added)} | {before:,.0f} | {rate:,.0f} | {rate / before:.2f} | "
                     f"{memory:.0f} |"
                 )
-            before, added = rate, []
+            before, added = before if opt_in else rate, []
     last = next(line for line in reversed(read("benchmark.json")["results"]) if "error" not in line)
     note = f"The first line of a recipe starts from TRL's own script. 1 x {last['device']}, {last['date']}."
     return "\n".join([*lines, "", note])
@@ -327,7 +329,8 @@ def measured_table(recipe: str) -> str:
         mfu = best["mfu"] * rate / best["tokens_per_second"]
         of_trl = [line["tokens_per_second"] for line in every.get((name, "trl"), [])]
         beside = f" (TRL's script: {statistics.median(of_trl):,.0f})" if of_trl else ""
-        levers = "; ".join(target.levers) if arm == "full" else f"{arm.removeprefix('add: ')} and what is before it"
+        every_lever = [*target.levers, *([arm.removeprefix("full, ")] if arm.startswith("full, ") else [])]
+        levers = "; ".join(every_lever) if "full" in arm else f"{arm.removeprefix('add: ')} and what is before it"
         lines.append(
             f"| {target.config}, speed, {target.label}: {levers} | {rate:,.0f} tokens/s{beside}, MFU {mfu:.0%} | "
             f"1 x {best['device']}, {best['date']} |"
