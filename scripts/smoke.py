@@ -283,13 +283,18 @@ def sharding_problem(checkpoint: Path, strategy: str, processes: int) -> str | N
     return None if found == states else f"{checkpoint} was written by other processes: {sorted(found)}"
 
 
-def fitting(folder: str | Path) -> tuple[str, ...]:
-    """The strategies that a recipe hands to guard.check_launch; without the guard, all."""
-    tree = ast.parse((Path(folder) / "train.py").read_text(encoding="utf-8"))
+def fitting(folder: str | Path, config: str = "config") -> tuple[str, ...]:
+    """The strategies that a recipe accepts for a configuration: of those it hands to guard.check_launch, or of all."""
+    tree, found = ast.parse((Path(folder) / "train.py").read_text(encoding="utf-8")), launching.STRATEGIES
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "guard.check_launch":
-            return tuple(ast.literal_eval(call.args[2]))
-    return launching.STRATEGIES
+            found = tuple(ast.literal_eval(call.args[2]))
+    settings = launching.read_config(folder, config)
+    if (settings.get("model_init_kwargs") or {}).get("distributed_config"):
+        return ("fsdp",)
+    if settings.get("load_in_4bit") and launching.model_family(folder, config) == "gpt-oss":  # not sharded: refused
+        return tuple(name for name in found if name != "fsdp" and not name.startswith("zero3"))
+    return found
 
 
 def reason(output: str) -> str:

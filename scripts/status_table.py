@@ -10,17 +10,16 @@ marks of a page. A recipe that is added appears by itself.
 import argparse
 import ast
 import json
-import re
 import statistics
 from collections import defaultdict
 from pathlib import Path
 
+import smoke
 import yaml
 from launching import STRATEGIES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-ZERO3 = ("zero3", "zero3_offload")
 # The end of a cell's name in gpu_check.json -> the configuration it ran.
 VARIANTS = {"LoRA": "lora", "QLoRA": "qlora", "expert LoRA": "expert_lora"}
 TECHNIQUES = {
@@ -51,15 +50,6 @@ def configurations(recipe: Path) -> list[str]:
     """Names for `--config`; the default first."""
     names = [path.stem for path in recipe.glob("*.yaml")]
     return sorted(names, key=lambda name: (name != "config", name))
-
-
-def fitting(recipe: Path, config: str) -> tuple[str, ...]:
-    """The strategies that the recipe's train.py accepts, for this configuration."""
-    found = re.search(
-        r"guard\.check_launch\(parser, __file__, (\(.*?\))\)", (recipe / "train.py").read_text(), re.DOTALL
-    )
-    packed = config == "qlora" and recipe.name.startswith("gpt-oss")  # 4-bit experts are not sharded: refused there
-    return tuple(name for name in ast.literal_eval(found[1]) if not packed or name not in ("fsdp", *ZERO3))
 
 
 def launch_line(config: Path) -> str:
@@ -155,7 +145,7 @@ def status_table() -> str:
             label = labelled(name, config)
             cells = [
                 ", ".join(found.get((name, config, strategy), []))
-                or ("never" if strategy in fitting(folder, config) else "")
+                or ("never" if strategy in smoke.fitting(folder, config) else "")
                 for strategy in STRATEGIES
             ]
             lines.append(f"| {label} | {' | '.join(cells)} |")

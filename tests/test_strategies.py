@@ -1,8 +1,8 @@
 """Every recipe trains the same under every strategy: killed, resumed, and reloaded; smoke.py does and judges the work.
 
-By default each recipe runs under its own strategy and each strategy once. `--matrix` runs all recipes under all
-strategies that they fit, in fp32 and in the shipped precision, the other configurations too, and writes
-docs/strategy_matrix.json.
+By default each recipe runs under its own strategy and each strategy once. `--matrix` runs all recipes and their other
+configurations under all strategies that they fit, in fp32 and under their own in the shipped precision, config.yaml under
+all in both, and writes docs/strategy_matrix.json.
 """
 
 from pathlib import Path
@@ -38,11 +38,13 @@ def cells():
                 marks = [] if quick else [pytest.mark.matrix]
                 yield pytest.param(recipe, "config", strategy, precision, marks=marks)
         for config in sorted(path for path in folder.glob("*.yaml") if path.stem != "config"):
-            strategy = launching.own_strategy(folder, config.stem)
-            if strategy == "single" and "ddp" in smoke.fitting(folder):
-                strategy = "ddp"  # one process is what it is compared with
-            for precision in precisions_of(config):
-                yield pytest.param(recipe, config.stem, strategy, precision, marks=pytest.mark.matrix)
+            fits, own = smoke.fitting(folder, config.stem), launching.own_strategy(folder, config.stem)
+            if own == "single" and "ddp" in fits:
+                own = "ddp"  # one process is what it is compared with
+            precisions = precisions_of(config)
+            for strategy in fits:
+                for precision in precisions if strategy == own else precisions[:1]:
+                    yield pytest.param(recipe, config.stem, strategy, precision, marks=pytest.mark.matrix)
 
 
 @pytest.fixture(scope="session")  # of the session: workers share the cells, which tests with a module's fixture do not
