@@ -479,11 +479,16 @@ class Arm:
 
     def stop(self) -> None:
         """End the launcher and its rank, which torchrun gives a session of its own: it would keep its GPU memory."""
-        if self.process.poll() is None:
-            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+        ranks = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self.process.pid)
+            launcher.suspend()  # it starts nothing more while its ranks are listed
+            ranks = launcher.children(recursive=True)
+        for process in [*ranks, self.process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.wait()
+        psutil.wait_procs(ranks, timeout=10)
 
 
 def figures(result: dict, config, lengths: np.ndarray, trained: str) -> dict:

@@ -106,10 +106,10 @@ def by_slurm(cluster: local_slurm.Cluster, bench: smoke.Bench, strategy: str, ev
         # Slurm takes seconds to preempt, in which a tiny run ends; and the job saves when it is told.
         return launching.metrics(run) if event == "preempt" else has_checkpoint(run)
 
-    cluster.wait(under_way, 120, f"checkpoint; log: {log}", every=0.05)
+    cluster.wait(under_way, 400, f"checkpoint; log: {log}", every=0.05)
     if event == "down":
         cluster.take_down("n2")
-        cluster.wait(lambda: "down" in cluster.call("sinfo", "-h", "-n", "n2", "-o", "%T"), 90, "node that is down")
+        cluster.wait(lambda: "down" in cluster.call("sinfo", "-h", "-n", "n2", "-o", "%T"), 200, "node that is down")
         cluster.start_node("n2")
     elif event == "term":
         cluster.call("scancel", "--signal=TERM", job)
@@ -119,13 +119,13 @@ def by_slurm(cluster: local_slurm.Cluster, bench: smoke.Bench, strategy: str, ev
     ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
     cluster.wait(
         lambda: cluster.state(job).startswith(("PENDING 1", "RUNNING 1", *ended)),
-        120,
+        300,
         f"requeue of the job; log: {log}",
     )
     if cluster.state(job) == "PENDING 1":  # Slurm would begin two minutes later
         time.sleep(2)  # within a second or so its nodes still refuse the job's new credential for the old one
         cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
-    cluster.wait(lambda: cluster.state(job).split()[0] in ended, 150, f"end of the job; log: {log}")
+    cluster.wait(lambda: cluster.state(job).split()[0] in ended, 500, f"end of the job; log: {log}")
     if (state := cluster.state(job)) != "COMPLETED 1":
         raise launching.LaunchError(f"the job ended as {state}, expected COMPLETED 1; log: {log}")
 

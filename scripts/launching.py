@@ -4,6 +4,7 @@ smoke.py and the tests stand on this module. A launch is the line that a person 
 without GPUs, `--use_cpu true`. There FSDP alone goes through fsdp_on_cpu.py, because accelerate shards only on GPUs.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -60,7 +61,7 @@ class Running:
     log: Path
     started: float = field(default_factory=time.monotonic)
 
-    def wait(self, timeout: float = 600, stop_when=None, kill_rank: int | None = None) -> Result:
+    def wait(self, timeout: float = 1800, stop_when=None, kill_rank: int | None = None) -> Result:
         """Wait for the launcher and for every process it started; nothing is left behind.
 
         stop_when: called without arguments a hundred times a second until it returns true; then the launcher gets
@@ -101,7 +102,8 @@ class Running:
             self.process.wait()
         _, alive = psutil.wait_procs(list(family.values()), timeout=grace)
         for child in alive:
-            child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         psutil.wait_procs(alive, timeout=10)
 
 
@@ -153,7 +155,7 @@ def start(
 
 
 def launch(
-    folder, strategy, *arguments, log, timeout: float = 600, stop_when=None, kill_rank: int | None = None, **options
+    folder, strategy, *arguments, log, timeout: float = 1800, stop_when=None, kill_rank: int | None = None, **options
 ) -> Result:
     """`start` and `wait` in one."""
     return start(folder, strategy, *arguments, log=log, **options).wait(timeout, stop_when, kill_rank)

@@ -41,7 +41,7 @@ SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
-SlurmdTimeout=5
+SlurmdTimeout=15
 KillWait=5
 InactiveLimit=0
 SchedulerParameters=sched_interval=1,bf_interval=1,requeue_delay=0
@@ -75,11 +75,17 @@ class Cluster:
         key.chmod(0o400)
         files = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         flags = [f"--{flag}={work}/munge.{ending}" for flag, ending in files.items()]
-        self.start("munged", "--foreground", "--force", f"--key-file={key}", *flags)
-        self.start("slurmctld", "-D")
-        for node in ("n1", "n2"):
-            self.start_node(node)
-        self.wait(lambda: self.call("sinfo", "-h", "-o", "%T %D").split() == ["idle", "2"], 30, "two idle nodes")
+        try:
+            self.start("munged", "--foreground", "--force", f"--key-file={key}", *flags)
+            self.wait((work / "munge.socket").exists, 60, "munge's socket", every=0.05)
+            self.start("slurmctld", "-D")
+            for node in ("n1", "n2"):
+                self.start_node(node)
+            idle = ["idle", "2"]
+            self.wait(lambda: self.call("sinfo", "-h", "-o", "%T %D").split() == idle, 120, "two idle nodes")
+        except BaseException:
+            self.stop()
+            raise
 
     def start(self, program: str, *flags: str, name: str | None = None) -> None:
         log = open(self.work / f"{name or program}.out", "a")  # noqa: SIM115 the daemon's, for as long as it lives
@@ -156,7 +162,7 @@ def find(program: str) -> str | None:
 def free_ports(count: int) -> list[int]:
     """Ports in a row that nothing listens on, below those that connections get: free minutes later, too, most likely."""
     while True:
-        first = random.randrange(20000, 32000)
+        first = random.SystemRandom().randrange(20000, 32000)
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in range(first, first + count):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))

@@ -57,7 +57,8 @@ class Forked(multiprocessing.get_context("forkserver").Process):
         return self.exitcode
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(self.pid, number)
 
 
 @functools.cache

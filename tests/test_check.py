@@ -35,7 +35,9 @@ def copy_cookbook(folder: Path, recipe: str) -> None:
         shutil.copytree(ROOT / name, folder / name)
     if (ROOT / "recipes" / recipe).is_dir():
         shutil.copytree(
-            ROOT / "recipes" / recipe, folder / "recipes" / recipe, ignore=shutil.ignore_patterns("run", "run-*")
+            ROOT / "recipes" / recipe,
+            folder / "recipes" / recipe,
+            ignore=shutil.ignore_patterns("run", "run-*", "__pycache__"),
         )
     rows = [{"prompt": f"What is {n} + {n}?", "completion": str(n + n)} for n in range(40)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")

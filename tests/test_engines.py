@@ -35,7 +35,9 @@ def at_the_root(monkeypatch):
 # ------------------------------------------------------------------------------------------- the nodes meet
 
 
-def together(monkeypatch, lines: list, ranks=(0, 1), addresses=("127.0.0.1", "127.0.0.1"), wait=3.0, same=None) -> list:
+def together(
+    monkeypatch, lines: list, ranks=(0, 1), addresses=("127.0.0.1", "127.0.0.1"), wait=30.0, same=None
+) -> list:
     """What `meet` gives two nodes, each a thread with a name of its own: host names, or the error."""
     monkeypatch.setattr(node, "host", lambda: threading.current_thread().name)
     port = local_slurm.free_ports(2)[0]
@@ -66,7 +68,7 @@ def test_equal_nodes_meet_and_leave_no_file(monkeypatch, tmp_path):
 def test_other_versions_and_files_are_named_with_their_node(monkeypatch, tmp_path):
     other = tmp_path / "other"
     for folder in ("recipes/llama-3.2-1b", "accelerate_configs", "deepspeed_configs"):
-        shutil.copytree(ROOT / folder, other / folder)
+        shutil.copytree(ROOT / folder, other / folder, ignore=shutil.ignore_patterns("__pycache__"))
     line = line_into(tmp_path / "run")
     first = node.facts(line, 1)
     config = other / "recipes" / "llama-3.2-1b" / "config.yaml"
@@ -87,14 +89,14 @@ def test_a_rank_that_stands_twice_is_named(monkeypatch, tmp_path):
     met = [(0, "host-a", {}), (1, "host-b", {}), (1, "host-c", {})]
     text = node.twice_problem(place, met)
     assert "host-b (NODE_RANK 1), host-c (NODE_RANK 1)" in text and "no node has NODE_RANK 2" in text
-    errors = together(monkeypatch, [line, line], ranks=(0, 0))
+    errors = together(monkeypatch, [line, line], ranks=(0, 0), wait=3)
     assert any("second node with NODE_RANK 0" in str(error) and error.code == node.REFUSED for error in errors)
 
 
 def test_an_output_folder_that_is_not_shared_is_refused(monkeypatch, tmp_path):
     lines = [line_into(tmp_path / name) for name in ("disk-a", "disk-b")]
     same = [node.facts(lines[0], 1)] * 2  # one path, as on two machines with local disks
-    for error in together(monkeypatch, lines, same=same):
+    for error in together(monkeypatch, lines, same=same, wait=3):
         assert error.code == node.REFUSED
         assert f"what host-a writes into {tmp_path / 'disk-a'} is not seen by host-b ({tmp_path / 'disk-b'})" in str(
             error
@@ -103,11 +105,11 @@ def test_an_output_folder_that_is_not_shared_is_refused(monkeypatch, tmp_path):
 
 def test_a_missing_node_and_a_wrong_address_are_worth_another_start(monkeypatch, tmp_path):
     line = line_into(tmp_path)
-    alone, lost = together(monkeypatch, [line, line], addresses=("127.0.0.1", "192.0.2.1"), wait=1)
+    alone, lost = together(monkeypatch, [line, line], addresses=("127.0.0.1", "192.0.2.1"), wait=3)
     assert alone.code == lost.code == node.RESTART
     assert "1 of 2 nodes have come: host-a with NODE_RANK 0" in str(alone)
     assert "host-b (NODE_RANK 1) cannot reach MASTER_ADDR 192.0.2.1" in str(lost)
-    other, _ = together(monkeypatch, [line, line], addresses=("192.0.2.1", "127.0.0.1"), wait=1)
+    other, _ = together(monkeypatch, [line, line], addresses=("192.0.2.1", "127.0.0.1"), wait=3)
     assert other.code == node.REFUSED and "192.0.2.1 (192.0.2.1) is no address of it" in str(other)
 
 

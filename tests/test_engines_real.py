@@ -59,7 +59,7 @@ def test_slurm_job_with_a_bad_key_is_not_queued_again(benches, cluster, tmp_path
     line = [*engine_campaign.launch_line(bench, "ddp", tmp_path / "run"), "--learning_rte", "1"]
     options = ["--parsable", "--nodes=2", "--gpus-per-node=0", "--time=10", f"--output={tmp_path}/log"]
     job = cluster.call("sbatch", *options, "scripts/engines/slurm.sbatch", *line).strip()
-    cluster.wait(lambda: cluster.state(job).split()[0] in ("FAILED", "COMPLETED"), 120, "end of the job")
+    cluster.wait(lambda: cluster.state(job).split()[0] in ("FAILED", "COMPLETED"), 400, "end of the job")
     assert cluster.state(job) == "FAILED 0"
     log = (tmp_path / "log").read_text(encoding="utf-8")
     assert "learning_rate" in log and "exit code 78" in log

@@ -38,8 +38,13 @@ def run(benches):
     def stop():
         return any("loss" in line and line["step"] >= 4 for line in launching.metrics(folder))
 
-    bench.launch("single", folder, 1, log, stop_when=stop)
-    assert launching.metrics(folder)[-1]["step"] < smoke.STEPS, "not stopped in time"
+    for _ in range(3):  # on a busy machine the run may be done before the signal arrives
+        shutil.rmtree(folder, ignore_errors=True)
+        bench.launch("single", folder, 1, log, stop_when=stop)
+        if launching.metrics(folder)[-1]["step"] < smoke.STEPS:
+            break
+    else:
+        pytest.fail("not stopped in time")
     assert bench.launch("single", folder, 1, log).rc == 0, log.read_text()[-2000:]
     words = [folder, "--max_new_tokens", "16", "--worst", "3"]
     done = subprocess.run(

@@ -1,8 +1,7 @@
 """The launch files serve several machines through accelerate's flags: two launchers on this one train together."""
 
-import socket
-
 import launching
+import local_slurm
 import pytest
 import smoke
 
@@ -19,9 +18,7 @@ def strategies():
 @pytest.mark.parametrize("strategy", strategies())
 def test_two_launchers_train_as_one_process(benches, tmp_path, strategy):
     bench = benches("llama-3.2-1b")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = local_slurm.free_ports(1)[0]
     run = tmp_path / "run"
     arguments = [*bench.arguments(run, 2), "--max_steps", str(STEPS), "--save_strategy", "no"]
     machines = []

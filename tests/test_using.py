@@ -23,6 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import export
+import local_slurm
 import push
 import pytest
 import smoke
@@ -164,12 +165,6 @@ def test_merged_experts_answer_as_their_adapter_and_not_as_the_base(place, merge
 # ---- serve -----------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
-
-
 @contextlib.contextmanager
 def served(words: list[str], cwd: Path, port: int, log: Path, seconds: float = 120, **variables):
     """A server, for as long as the block runs; ready when /health answers."""
@@ -209,7 +204,7 @@ def ask(line: str, port: int, model: str, **more) -> str:
 
 
 def test_transformers_serves_the_tuned_model(place, merged, chatted, tmp_path):
-    port, curl = free_port(), line_of("curl ")
+    port, curl = local_slurm.free_ports(1)[0], line_of("curl ")
     words = shlex.split(line_of("transformers serve "))
     (version,) = re.findall(r"transformers\[serving\](==[\d.]+)", line_of("pip install", "transformers["))
     assert f"transformers{version}" in (ROOT / "requirements.txt").read_text().split()
@@ -268,7 +263,7 @@ def test_vllm_serves_the_tuned_model_and_the_adapter_beside_its_base(vllm, tmp_p
     curl = line_of("curl ")
 
     def answers(line: str, names: list[str], **replaced) -> list[str]:
-        port, words = free_port(), shlex.split(line)
+        port, words = local_slurm.free_ports(1)[0], shlex.split(line)
         assert words[0] == "vllm-env/bin/vllm"
         words = [str(vllm / "vllm"), *(replaced.get(word, word) for word in words[1:])]
         words = [word.replace("recipes/gpt-oss-20b/run/final", str(adapter)) for word in words]

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -98,13 +99,18 @@ def record(**changes) -> None:
     """Update run.json by a rename, so that no reader sees half of it: rank 0, or the rank that failed."""
     if "record" not in RUN or not (is_main() or changes.get("outcome") == "failed"):
         return
+    file = RUN["folder"] / "run.json"
+    there = json.loads(file.read_text(encoding="utf-8")) if "recorded" in RUN or not is_main() else {}
     if not is_main():
-        RUN["record"] = json.loads((RUN["folder"] / "run.json").read_text(encoding="utf-8"))
+        RUN["record"] = there
+    elif there.get("outcome") == "failed" and "outcome" not in changes:
+        return  # another rank has failed since
     RUN["record"].update(changes, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
-    partial = RUN["folder"] / "run.json.partial"
+    partial = file.with_name(f"run.json.partial-{environment('RANK', 0)}")
     text = json.dumps(RUN["record"], indent=1, default=str, sort_keys=True)
     partial.write_text(re.sub(SECRET, "***", text), encoding="utf-8")
-    os.replace(partial, RUN["folder"] / "run.json")
+    os.replace(partial, file)
+    RUN["recorded"] = True
 
 
 def on_exception(kind, error, trace) -> None:
@@ -117,15 +123,17 @@ def on_exception(kind, error, trace) -> None:
         first = store is None or store.add("failed", 1) == 1
     except RuntimeError:  # gone with its machine
         first = True
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher stops the others as soon as one leaves
     if not first:
+        close_files(error)  # the first one may need their room
         return
     full = disk_full(error)
-    for _ in range(20):  # a rank that is still saving takes the room that was just made, until it fails, too
+    for _ in range(40):  # 20 s: a rank that is still saving takes the room that was just made, until it fails, too
         try:
             record(outcome="failed", error=full or f"{kind.__name__}: {error}"[:2000])
             break
         except OSError:
-            traceback.clear_frames(trace)  # the files that are open there
+            close_files(error)
             time.sleep(0.5)
             disk_full(error)
     last = traceback.extract_tb(trace)[-1].filename
@@ -141,6 +149,13 @@ def on_exception(kind, error, trace) -> None:
         print(f"\nerror: the run stopped at this point{rank}:", file=sys.stderr)
         traceback.print_exception(kind, error, trace)
         sys.stderr.flush()
+
+
+def close_files(error: BaseException | None) -> None:
+    """Close what is open where `error` comes from, and what that came from: a removed file takes room until then."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def disk_full(error: BaseException) -> str | None:

@@ -80,11 +80,11 @@ class Tracker(TrainerCallback):
         self.name, self.callback, self.failures, self.off = name, None, 0, False
         self.calls = SimpleQueue()
         threading.Thread(target=self.work, daemon=True, name=name).start()
-        if self.ask("start", lambda: setattr(self, "callback", make())):
+        if self.ask("start", lambda: setattr(self, "callback", make())) and not self.off:
             for event in (event for event in dir(TrainerCallback) if event.startswith("on_")):
                 if getattr(type(self.callback), event) is not getattr(TrainerCallback, event):
                     setattr(self, event, self.calling(event))
-        else:
+        elif not self.off:
             self.switch_off("is not used")
 
     def work(self) -> None:
