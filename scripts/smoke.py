@@ -292,6 +292,8 @@ def fitting(folder: str | Path, config: str = "config") -> tuple[str, ...]:
     settings = launching.read_config(folder, config)
     if (settings.get("model_init_kwargs") or {}).get("distributed_config"):
         return ("fsdp",)
+    if "8bit" in settings.get("optim", ""):  # its shards are strange to bitsandbytes: refused
+        found = tuple(name for name in found if name != "fsdp")
     if settings.get("load_in_4bit") and launching.model_family(folder, config) == "gpt-oss":  # not sharded: refused
         return tuple(name for name in found if name != "fsdp" and not name.startswith("zero3"))
     return found
@@ -347,7 +349,7 @@ def main() -> int:
     try:
         asked_of = (arguments.config, arguments.precision, arguments.rows, arguments.gpus)
         bench = Bench(arguments.folder, work / "bench", *asked_of)
-        for strategy in fitting(arguments.folder) if "all" in asked else dict.fromkeys(asked):
+        for strategy in fitting(arguments.folder, arguments.config) if "all" in asked else dict.fromkeys(asked):
             cells.append(bench.cell(strategy, start_again=not cells))
             print(line(cells[-1]), flush=True)
     except LaunchError as error:
