@@ -558,9 +558,19 @@ def files(launch: Launch) -> None:
                     'device_map={"": training_args.device}, or none',
                 )
     loading = launch.training_args.model_init_kwargs
-    loading = loading if isinstance(loading, dict) else {}
-    flags = {"revision": "model_revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
-    for key in flags.keys() & loading.keys():
+    if loading and not isinstance(loading, dict):
+        launch.add(
+            "model-init",
+            launch.where("model_init_kwargs"),
+            "model_init_kwargs",
+            f"{loading!r} is no JSON object.",
+            """model_init_kwargs: '{"experts_implementation": "fused"}'""",
+        )
+        loading = {}
+    loading = loading or {}
+    flags = {"revision": "model_revision", "dtype": "dtype", "torch_dtype": "dtype"}
+    flags |= {"attn_implementation": "attn_implementation", "quantization_config": "load_in_4bit"}
+    for key in (key for key in flags if key in loading):
         launch.add(
             "model-init",
             launch.where("model_init_kwargs"),

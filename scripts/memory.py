@@ -603,6 +603,7 @@ def settings_from(config, model_args, training_args, strategy: str, world: int, 
     stored = "mxfp4" if str(method).endswith("mxfp4") else str(own or "bfloat16").removeprefix("torch.")
     dtype = str(model_args.dtype).removeprefix("torch.")
     attention = model_args.attn_implementation or ("eager" if config.model_type == "gpt_oss" else "sdpa")
+    loading = training_args.model_init_kwargs
     checkpointing = training_args.activation_checkpointing
     if checkpointing is None:
         checkpointing = training_args.gradient_checkpointing
@@ -629,7 +630,7 @@ def settings_from(config, model_args, training_args, strategy: str, world: int, 
         bf16=bool(training_args.bf16),
         optim=getattr(training_args.optim, "value", str(training_args.optim)),
         attention=attention,
-        experts=(training_args.model_init_kwargs or {}).get("experts_implementation") or "grouped_mm",
+        experts=loading.get("experts_implementation", "grouped_mm") if isinstance(loading, dict) else "grouped_mm",
         checkpointing=bool(checkpointing),
         load_in_4bit=bool(model_args.load_in_4bit),
         load_in_8bit=bool(model_args.load_in_8bit),

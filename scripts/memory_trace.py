@@ -212,12 +212,9 @@ class GroupedMM(torch.autograd.Function):
 FUSED_EXPERTS = {
     "grouped_mm": lambda x, weight, offs: GroupedMM.apply(x, weight),
     "gathered_sum": lambda rows, place: rows.new_empty(len(place), rows.shape[1]),
-    "gate": lambda rows, *_: rows.new_empty(len(rows), rows.shape[1] // 2),
-    "gate_backward": lambda grad, rows, *_: torch.empty_like(rows),
-    "combine": lambda rows, bias, weight, expert, place: rows.new_empty(len(place), rows.shape[1]),
-    "weighted": lambda grad, weight, order, dtype: grad.new_empty(len(order), grad.shape[1], dtype=dtype),
-    "weight_gradient": lambda grad, rows, bias, weight, *_: torch.empty_like(weight),
-    "bias_gradient": lambda change, bias, expert, needed: torch.empty_like(bias) if needed else None,
+    "gate": lambda rows, *others: rows.new_empty(rows.shape[:2], dtype=others[-1]),  # rows are pairs
+    "gate_backward": lambda grad, rows, *_: (torch.empty_like(rows), grad.new_empty(len(grad), dtype=torch.float32)),
+    "combine": lambda rows, bias, weight, index, place: rows.new_empty(len(place), rows.shape[1]),
 }
 
 

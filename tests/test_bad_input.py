@@ -388,8 +388,11 @@ def test_loading_that_has_a_flag_of_its_own_is_refused(attempt):
     """Everything else in model_init_kwargs reaches the model, here a name that transformers refuses."""
     rc, said, _ = attempt("ddp", "--model_init_kwargs", '{"dtype": "bfloat16", "device_map": "auto"}')
     assert rc != 0 and "model_init_kwargs names dtype, device_map. Leave that to --dtype, the launcher." in said
+    rc, said, _ = attempt("ddp", "--model_init_kwargs", "experts_implementation=fused")
+    assert rc != 0 and "model_init_kwargs is 'experts_implementation=fused', expected JSON" in said
     rc, _, output = attempt("single", "--model_init_kwargs", '{"experts_implementation": "nobody"}', processes=1)
     assert rc != 0 and 'Specified `experts_implementation="nobody"` is not supported' in output
+    assert "warning: model_init_kwargs changes the model" not in output
 
 
 def test_a_model_that_cannot_be_had_is_named_once(attempt):

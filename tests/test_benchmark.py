@@ -102,6 +102,21 @@ def test_gate_comes_first_and_what_is_there_is_not_run_again(rehearsal):
     assert len(lines) == 1 and "tok/s" not in again.stdout
 
 
+@pytest.mark.parametrize("forgets", ["nothing", "clamps", "bias"])
+def test_gate_sees_what_fused_experts_forget(monkeypatch, forgets):
+    config = bench_gate.tiny_model.build_config("gpt-oss", bench_gate.tiny_model.build_tokenizer("gpt-oss"))
+    experts = bench_gate.drawn(bench_gate.AutoModelForCausalLM.from_config(config).model.layers[0].mlp.experts)
+    clamped = bench_gate.fused_experts.clamped
+
+    def forgetful(rows, bias, *others):
+        gate, up, *limited = clamped(rows, 0 * bias if forgets == "bias" else bias, *others)
+        return (gate, up, gate, up) if forgets == "clamps" else (gate, up, *limited)
+
+    monkeypatch.setattr(bench_gate.fused_experts, "clamped", forgetful)
+    error = bench_gate.experts_error(experts, fused=True, tokens=200)
+    assert (error < 1e-5) == (forgets == "nothing") and (error > 0.1) == (forgets != "nothing")
+
+
 @pytest.mark.parametrize(("family", "leaks"), [("llama", False), ("gpt-oss", True)])
 def test_gate_sees_documents_that_leak(family, leaks):
     """gpt-oss with eager attention attends across packed documents (transformers 39997): the gate has to see that."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import launching
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GptOssConfig
 from transformers.integrations.moe import grouped_mm_experts_forward
@@ -84,27 +85,37 @@ def inputs_of(name: str, tokens: int) -> tuple:
     def some(*shape):
         return torch.randn(*shape, dtype=torch.bfloat16)
 
-    gate = (some(rows, 2 * INSIDE), some(EXPERTS, 2 * INSIDE), by_expert, 1.702, 7.0)
-    weight, outputs = some(tokens, CHOICES), (some(rows, WIDTH), some(EXPERTS, WIDTH))
+    weight = some(tokens, CHOICES)
+    pairs = [some(size, 2 * INSIDE).view(torch.int32) for size in (rows, EXPERTS)]
+    gate = (*pairs, weight, by_expert, order, 1.702, 7.0)
     return {
-        "gathered_sum": (outputs[0], place),
-        "gate": gate,
+        "gathered_sum": (some(rows, WIDTH), place),
+        "gate": (*gate, torch.bfloat16),
         "gate_backward": (some(rows, INSIDE), *gate),
-        "combine": (*outputs, weight, by_expert, place),
-        "weighted": (some(tokens, WIDTH), weight, order, torch.bfloat16),
-        "weight_gradient": (some(tokens, WIDTH), *outputs, weight, by_expert, place),
+        "combine": (some(rows, WIDTH), some(EXPERTS, WIDTH), weight, chosen, place),
     }[name]
 
 
-@pytest.mark.parametrize("name", ["gathered_sum", "gate", "gate_backward", "combine", "weighted", "weight_gradient"])
+@pytest.mark.parametrize("name", ["gathered_sum", "gate", "gate_backward", "combine"])
 def test_a_kernel_compiles_whole_and_once_for_all_lengths(fused, name):
     """As on a GPU, with the C++ code that torch makes for CPUs. The second length makes the compiled one general."""
     plain, counter = getattr(fused, name).__wrapped__, CompileCounterWithBackend("inductor")
     compiled = torch.compile(plain, fullgraph=True, backend=counter)
     for tokens in (50, 61, 33, 77):
         arguments = inputs_of(name, tokens)
-        torch.testing.assert_close(compiled(*arguments), plain(*arguments), rtol=1e-2, atol=1e-2)
+        found, wanted = compiled(*arguments), plain(*arguments)
+        if name == "gate_backward":  # pairs of bf16
+            found, wanted = ([x[0].view(torch.bfloat16), x[1]] for x in (found, wanted))
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
     assert counter.frame_count == 2
+
+
+def test_experts_of_another_layout_are_refused(fused):
+    config = GptOssConfig(hidden_size=WIDTH, intermediate_size=INSIDE, num_local_experts=EXPERTS)
+    experts = GptOssExperts(config)
+    experts.is_concatenated = True
+    with pytest.raises(ValueError, match="for gpt-oss, and not for GptOssExperts"):
+        fused.experts_forward(experts, torch.zeros(1, WIDTH), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
 
 
 def test_a_run_with_it_has_the_losses_of_a_run_without(benches, tmp_path):
@@ -116,4 +127,5 @@ def test_a_run_with_it_has_the_losses_of_a_run_without(benches, tmp_path):
         assert result.rc == 0, result.output[-3000:]
         found[name] = launching.losses(run)
     assert found["fused"] == pytest.approx(found["plain"], rel=1e-5)
-    assert found["fused"] != found["plain"]  # sums in another order: it was there
+    plain, ours = (load_file(tmp_path / name / "final" / "adapter_model.safetensors") for name in found)
+    assert any(not torch.equal(plain[key], ours[key]) for key in plain)  # sums in another order: it was there

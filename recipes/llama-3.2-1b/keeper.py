@@ -46,13 +46,18 @@ FREE = re.compile(
 )
 
 
-# What train.py gives from_pretrained itself, and the flag that decides it.
+# What from_pretrained is given otherwise than by model_init_kwargs, and by whom.
 LOADING = {
     "revision": "--model_revision",
     "dtype": "--dtype",
+    "torch_dtype": "--dtype",
     "attn_implementation": "--attn_implementation",
     "quantization_config": "--load_in_4bit",
+    "token": "HF_TOKEN in the environment",  # the trainer writes its arguments, whole, into every checkpoint
     "device_map": "the launcher",
+    "device_mesh": "the launcher",
+    "tp_plan": "the launcher",
+    "tp_size": "the launcher",
 }
 
 
@@ -215,8 +220,10 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
             "machine without a GPU add `--use_cpu true` after train.py, and take `use_cpu` out of the launch file."
         )
     agree("world", problem)
-    named = [key for key in LOADING if key in (training_args.model_init_kwargs or {})]
-    if named:
+    loading = training_args.model_init_kwargs or {}
+    if not isinstance(loading, dict):
+        problem = f'model_init_kwargs is {loading!r}, expected JSON such as \'{{"experts_implementation": "fused"}}\'.'
+    elif named := [key for key in LOADING if key in loading]:
         problem = f"model_init_kwargs names {', '.join(named)}. Leave that to {', '.join(LOADING[k] for k in named)}."
     agree("loading", problem)
     if not os.path.isdir(name) and state.local_process_index == 0:  # one download a machine, the others wait
@@ -230,6 +237,8 @@ def open_run(script_args, training_args, model_args, recipe_args) -> None:
     agree("download", problem, patient=True)
     config = AutoConfig.from_pretrained(name, revision=model_args.model_revision).get_text_config()
     agree("memory", memory_problem(config, model_args, training_args))
+    if changed := [key for key in loading if key != "experts_implementation" and hasattr(config, key)]:
+        say(f"warning: model_init_kwargs changes the model ({', '.join(changed)}); an adapter would not record that.")
 
     agree("trackers", run_log.trackers_problem(training_args))
     if token := training_args.hub_token:  # the trainer writes its arguments, whole, into every checkpoint
