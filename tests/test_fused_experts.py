@@ -2,10 +2,12 @@
 
 import filecmp
 import importlib.util
+import shutil
 from pathlib import Path
 
 import launching
 import pytest
+import smoke
 import torch
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -129,3 +131,30 @@ def test_a_run_with_it_has_the_losses_of_a_run_without(benches, tmp_path):
     assert found["fused"] == pytest.approx(found["plain"], rel=1e-5)
     plain, ours = (load_file(tmp_path / name / "final" / "adapter_model.safetensors") for name in found)
     assert any(not torch.equal(plain[key], ours[key]) for key in plain)  # sums in another order: it was there
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("recipe", "config", "strategy"),
+    [
+        *(("gpt-oss-20b", "config", strategy) for strategy in ("single", "ddp", "fsdp", "zero2", "zero3")),
+        ("gpt-oss-20b", "expert_lora", "ddp"),
+        ("gpt-oss-20b", "expert_lora", "fsdp"),
+        ("gpt-oss-20b", "qlora", "ddp"),
+        ("gpt-oss-120b", "expert_parallel", "fsdp"),
+    ],
+)
+def test_it_trains_resumes_and_reloads(tmp_path, recipe, config, strategy):
+    """A copy of the recipe in which the setting that its files show as a comment is on."""
+    for name in ("accelerate_configs", "deepspeed_configs", f"recipes/{recipe}"):
+        shutil.copytree(
+            RECIPE.parents[1] / name, tmp_path / name, ignore=shutil.ignore_patterns("run", "run-*", "__pycache__")
+        )
+    file = tmp_path / "recipes" / recipe / f"{config}.yaml"
+    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = [line for line in lines if not line.startswith("model_init_kwargs:")]
+    setting = [line for line in lines if line.startswith("# model_init_kwargs:")]
+    file.write_text("\n".join([*lines, setting[0].removeprefix("# ")]), encoding="utf-8")
+    bench = smoke.Bench(file.parent, tmp_path / "bench", config)
+    assert bench.settings["model_init_kwargs"]["experts_implementation"] == "fused"
+    assert (cell := bench.cell(strategy)).error is None, cell.error
