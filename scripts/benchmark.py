@@ -234,7 +234,11 @@ TARGETS = {
         base=_unpacked(1, 4, 2048)
         | {"attn_implementation": "eager", "lora_dropout": 0.05, "activation_checkpointing": True},
         levers={"FA4": ATTENTION, "packed 4 x 4096": _packed(4), "LoRA dropout 0": {"lora_dropout": 0.0}},
-        extra={"8 x 4096": _batch(8), "fused experts": FUSED_EXPERTS},
+        extra={
+            "8 x 4096": _batch(8),
+            "fused experts": FUSED_EXPERTS,
+            "fused experts, no checkpointing": FUSED_EXPERTS | NO_CHECKPOINTING,
+        },
     ),
 }
 

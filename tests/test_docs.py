@@ -134,3 +134,9 @@ def test_issue_forms_are_forms_and_ask_for_the_machine():
             assert field["type"] in ("markdown", "textarea", "input", "dropdown", "checkboxes"), field
             assert field["type"] == "markdown" or (field["id"] and field["attributes"]["label"])
     assert "python scripts/check.py --machine" in str(forms["bug"])
+
+
+def test_every_pair_that_is_supported_was_run():
+    """A new configuration: `python -m pytest --matrix tests/test_strategies.py -k NAME`, then result_tables.py."""
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("<!-- status table -->")[1].split("<!-- end")[0]
+    assert table.count("CPU") > 100 and "| never" not in table
