@@ -291,7 +291,7 @@ def fitting(folder: str | Path, config: str = "config") -> tuple[str, ...]:
             found = tuple(ast.literal_eval(call.args[2]))
     settings = launching.read_config(folder, config)
     if (settings.get("model_init_kwargs") or {}).get("distributed_config"):
-        return ("fsdp",)
+        return tuple(name for name in found if not name.startswith("zero3"))  # transformers shards, not DeepSpeed
     if "8bit" in settings.get("optim", ""):  # its shards are strange to bitsandbytes: refused
         found = tuple(name for name in found if name != "fsdp")
     if settings.get("load_in_4bit") and launching.model_family(folder, config) == "gpt-oss":  # not sharded: refused

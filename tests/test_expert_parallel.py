@@ -40,21 +40,18 @@ def test_sizes_follow_the_launch(expert_parallel, monkeypatch):
     asked = told["distributed_config"]
     assert (asked.fsdp_size, asked.ep_size, asked.tp_size) == (16, 8, 1) and told["device_map"] is None
     assert asked.ep_implementation == "all_to_all" and os.environ["ACCELERATE_USE_FSDP"] == "false"
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     given = sharding(expert_parallel, "expert_parallel", model_init_kwargs={"distributed_config": {"ep_size": 4}})
     assert given["distributed_config"].ep_size == 4
 
 
-@pytest.mark.parametrize("changes", [{"use_peft": False}, {"lora_target_parameters": ["mlp.experts.down_proj"]}, {}])
-def test_what_it_cannot_train_is_refused(expert_parallel, monkeypatch, changes):
-    """Their optimizer state would be shards, which rank 0 alone would save; and it needs fsdp.yaml."""
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true" if changes else "false")
+@pytest.mark.parametrize("changes", [{"use_peft": False}, {"lora_target_parameters": ["mlp.experts.down_proj"]}])
+def test_what_it_cannot_train_is_refused(expert_parallel, changes):
+    """Their optimizer state would be shards, which rank 0 alone would save."""
     with pytest.raises(ValueError, match="LoRA on Linear layers"):
         sharding(expert_parallel, "expert_parallel", **changes)
 
 
 def test_other_library_versions_are_refused(expert_parallel, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setattr(expert_parallel, "version", lambda name: "9.0.0")
     with pytest.raises(ValueError, match=r"limits of transformers 5\.24\.x, and 9\.0\.0 is installed"):
         sharding(expert_parallel, "expert_parallel")

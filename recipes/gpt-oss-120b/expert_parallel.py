@@ -9,6 +9,7 @@ import os
 from importlib.metadata import version
 
 from transformers.distributed import DistributedConfig
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import ModelConfig, SFTConfig
 
 LOOKED_AT = {"transformers": "5.24.", "peft": "0.21."}
@@ -23,8 +24,7 @@ def sharding(training_args: SFTConfig, model_args: ModelConfig) -> dict:
     asked = (training_args.model_init_kwargs or {}).get("distributed_config")
     if asked is None:
         return {}
-    launched = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    if not launched or not model_args.use_peft or model_args.lora_target_parameters:
+    if is_deepspeed_zero3_enabled() or not model_args.use_peft or model_args.lora_target_parameters:
         raise ValueError(
             "`distributed_config` is for LoRA on Linear layers, launched with accelerate_configs/fsdp.yaml."
         )
