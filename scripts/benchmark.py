@@ -392,7 +392,9 @@ def command_line(target: Target, arm: str, settings: dict, model: Path, rows: Pa
     flags |= {"use_cpu": True} if options.rehearse else {}
     if arm == "unsloth":
         return [sys.executable, str(SCRIPTS / "bench_unsloth.py"), str(model), json.dumps(settings)]
-    settings = {k: v for k, v in settings.items() if k not in ("env", "strategy", "bf16_weights")}
+    left_out = ["env", "strategy", "bf16_weights"]
+    left_out += ["attn_implementation", "use_liger_kernel"] if options.rehearse else []  # kernels for GPUs
+    settings = {k: v for k, v in settings.items() if k not in left_out}
     if arm == "trl":
         import trl
 
@@ -826,7 +828,7 @@ def main() -> int:
     verb.add_argument("--unsloth-site", type=Path, help="folder with Unsloth and what it needs: that arm's import path")
     verb.add_argument("--profile", action="store_true", help="profile a step of each arm after the timed ones")
     verb.add_argument("--no-gate", action="store_true", help="leave the correctness gate out")
-    verb.add_argument("--rehearse", action="store_true", help="tiny models on the CPU")
+    verb.add_argument("--rehearse", action="store_true", help="tiny models on the CPU, without kernels for GPUs")
     verbs.add_parser("list", help="targets and arms").set_defaults(do=show)
     verb = verbs.add_parser("keep", help="add results to docs/benchmark.json")
     verb.set_defaults(do=keep)
