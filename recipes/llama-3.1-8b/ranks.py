@@ -100,7 +100,8 @@ def record(**changes) -> None:
     if "record" not in RUN or not (is_main() or changes.get("outcome") == "failed"):
         return
     file = RUN["folder"] / "run.json"
-    there = json.loads(file.read_text(encoding="utf-8")) if "recorded" in RUN or not is_main() else {}
+    mine = not is_main() or RUN.get("recorded") == file  # not what an earlier start of the run has left
+    there = json.loads(file.read_text(encoding="utf-8")) if mine and file.is_file() else {}
     if not is_main():
         RUN["record"] = there
     elif there.get("outcome") == "failed" and "outcome" not in changes:
@@ -110,7 +111,7 @@ def record(**changes) -> None:
     text = json.dumps(RUN["record"], indent=1, default=str, sort_keys=True)
     partial.write_text(re.sub(SECRET, "***", text), encoding="utf-8")
     os.replace(partial, file)
-    RUN["recorded"] = True
+    RUN["recorded"] = file
 
 
 def on_exception(kind, error, trace) -> None:
