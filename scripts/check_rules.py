@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from check_files import is_true
-from check_launch import Launch
+from check_launch import Launch, load_module
 from check_model import adapters, attention, meta_model, model, quantization
 
 TRACKERS = {
@@ -568,15 +568,16 @@ def files(launch: Launch) -> None:
         )
         loading = {}
     loading = loading or {}
-    flags = {"revision": "model_revision", "dtype": "dtype", "torch_dtype": "dtype"}
-    flags |= {"attn_implementation": "attn_implementation", "quantization_config": "load_in_4bit"}
-    for key in (key for key in flags if key in loading):
+    # What the recipe refuses at its start; an older copy refuses nothing. device_map has a rule of its own, below.
+    keeper = (launch.recipe / "keeper.py").resolve()
+    refused = getattr(load_module(keeper), "LOADING", {}) if loading and keeper.is_file() else {}
+    for key in (key for key in refused if key in loading and key != "device_map"):
         launch.add(
             "model-init",
             launch.where("model_init_kwargs"),
             "model_init_kwargs",
-            f"{key} has a flag of its own, which decides.",
-            f"take it out, and give --{flags[key]}",
+            f"{key} is for {refused[key]} to say, and is refused here.",
+            f"take it out, and leave it to {refused[key]}",
         )
     if loading.get("device_map"):
         launch.add(

@@ -9,13 +9,13 @@ other configurations.
 """
 
 import argparse
-import ast
 import dataclasses
 import json
 import sys
 from pathlib import Path
 
 import memory
+import smoke
 from bars import track
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,25 +30,16 @@ SHARDED_MARGIN = 0.10
 CONFIGS = ("config", "lora", "qlora")  # in this order, where the recipe has them
 
 
-def fitting_strategies(recipe: str) -> list[str]:
-    """The launch files that the recipe's train.py names, in the order of memory.STRATEGIES."""
-    tree = ast.parse((ROOT / "recipes" / recipe / "train.py").read_text(encoding="utf-8"))
-    named = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return [strategy for strategy in memory.STRATEGIES if strategy in named]
-
-
 def cell(recipe: str, world: int, gpu_bytes: int) -> dict | None:
     """The first configuration and strategy that fits, with its largest micro batch; None where nothing does."""
-    names = [name for name in fitting_strategies(recipe) if (name == "single") == (world == 1)]
-    if world == 1 and "zero3_offload" in fitting_strategies(recipe):
-        names.append("zero3_offload")
+    folder = ROOT / "recipes" / recipe
+    tried = ("single", "zero3_offload") if world == 1 else [name for name in memory.STRATEGIES if name != "single"]
     for name in CONFIGS:
-        if not (ROOT / "recipes" / recipe / f"{name}.yaml").is_file():
+        if not (folder / f"{name}.yaml").is_file():
             continue
         config, settings = memory.of_recipe(recipe, name, world, world)
-        for strategy in names:
-            if settings.load_in_4bit and recipe.startswith("gpt-oss") and strategy not in ("single", "ddp"):
-                continue  # packed experts would not be sharded
+        fits = smoke.fitting(folder, name)
+        for strategy in (strategy for strategy in tried if strategy in fits):
             one = dataclasses.replace(settings, strategy=strategy)
             usable = gpu_bytes if strategy in ("single", "ddp") else gpu_bytes * (1 - SHARDED_MARGIN)
             largest = memory.largest_batch(config, one, usable, HOST_PER_GPU * world)

@@ -45,11 +45,11 @@ def work_of(recipe: str) -> tuple[Work, list[str], dict]:
     optimizer on each of 8 GPUs}."""
     import flops
     import memory
-    import memory_chooser
+    import smoke
 
     config, settings = memory.of_recipe(recipe, "config", NODE, NODE)
     every = memory.parameters(config, settings)
-    named = memory_chooser.fitting_strategies(recipe)
+    named = smoke.fitting(ROOT / "recipes" / recipe)
     own = re.search(r"accelerate_configs/(\w+)\.yaml", (ROOT / "recipes" / recipe / "config.yaml").read_text("utf-8"))[
         1
     ]

@@ -197,6 +197,11 @@ def technique_table() -> str:
     return "\n".join([*lines, "", note])
 
 
+def setting_of(target, arm: str) -> str:
+    """The name of what an arm of benchmark.py has more than the one before it, or more than `full`."""
+    return list(target.levers)[-1] if arm == "full" else arm.removeprefix("add: ").removeprefix("full, ")
+
+
 def lever_table() -> str:
     """What each setting was worth on one GPU, in the order in which benchmark.py adds them."""
     import benchmark
@@ -209,8 +214,8 @@ def lever_table() -> str:
             opt_in = "fused experts" in arm  # on top of `full`, each by itself
             if not (arm in ("trl", "full") or arm.startswith("add: ") or opt_in):
                 continue
-            setting = list(target.levers)[-1] if arm == "full" else arm.removeprefix("add: ").removeprefix("full, ")
-            added = [f"{setting} (opt-in)"] if opt_in else added + ([] if arm == "trl" else [setting])
+            if arm != "trl":
+                added = [f"{setting_of(target, arm)} (opt-in)"] if opt_in else [*added, setting_of(target, arm)]
             if not (repeats := measured.get((name, arm))):
                 continue
             rate = statistics.median(line["tokens_per_second"] for line in repeats)
@@ -319,8 +324,9 @@ def measured_table(recipe: str) -> str:
         mfu = best["mfu"] * rate / best["tokens_per_second"]
         of_trl = [line["tokens_per_second"] for line in every.get((name, "trl"), [])]
         beside = f" (TRL's script: {statistics.median(of_trl):,.0f})" if of_trl else ""
-        every_lever = [*target.levers, *([arm.removeprefix("full, ")] if arm.startswith("full, ") else [])]
-        levers = "; ".join(every_lever) if "full" in arm else f"{arm.removeprefix('add: ')} and what is before it"
+        levers = f"{setting_of(target, arm)} and what is before it"
+        if arm.startswith("full"):
+            levers = "; ".join(dict.fromkeys([*target.levers, setting_of(target, arm)]))
         lines.append(
             f"| {target.config}, speed, {target.label}: {levers} | {rate:,.0f} tokens/s{beside}, MFU {mfu:.0%} | "
             f"1 x {best['device']}, {best['date']} |"

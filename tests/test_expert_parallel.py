@@ -4,11 +4,11 @@ That its losses are those of one process, that it continues after a kill and tha
 matrix in test_strategies.py, as for every other configuration.
 """
 
-import importlib.util
 import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import check_launch
 import launching
 import pytest
 
@@ -18,10 +18,7 @@ RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "gpt-oss-120b"
 @pytest.fixture(scope="module")
 def expert_parallel():
     """The recipe's expert_parallel.py as a module."""
-    spec = importlib.util.spec_from_file_location("expert_parallel", RECIPE / "expert_parallel.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return check_launch.load_module(RECIPE / "expert_parallel.py")
 
 
 def sharding(expert_parallel, config: str, **changes) -> dict:

@@ -1,10 +1,10 @@
 """gpt-oss with `experts_implementation: fused` is gpt-oss: the same outputs, gradients and losses, in fewer kernels."""
 
 import filecmp
-import importlib.util
 import shutil
 from pathlib import Path
 
+import check_launch
 import launching
 import pytest
 import smoke
@@ -22,10 +22,7 @@ EXPERTS, WIDTH, INSIDE, CHOICES = 6, 32, 48, 3
 @pytest.fixture(scope="module")
 def fused():
     """The recipe's fused_experts.py as a module."""
-    spec = importlib.util.spec_from_file_location("fused_experts", RECIPE / "fused_experts.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return check_launch.load_module(RECIPE / "fused_experts.py")
 
 
 def test_both_recipes_hold_the_same_file():
