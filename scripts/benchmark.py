@@ -304,9 +304,9 @@ def chosen_arms(target: Target, wanted: list[str]) -> list[str]:
     """Names of arms that `wanted` asks for: a name, the part before the colon (add, drop), or `extra`."""
     names = []
     for word in wanted:
-        fits = [n for n in arms(target) if n == word or n.startswith((f"{word}:", f"{word},"))]
-        fits += [n for n in arms(target) if word == "extra" and n.startswith("full, ")]
-        names += [n for n in fits if n not in names and (word != "full" or n == "full")]
+        start = "full, " if word == "extra" else f"{word}: "
+        fits = [word] if word in arms(target) else [n for n in arms(target) if n.startswith(start)]
+        names += [n for n in fits if n not in names]
     return names
 
 

@@ -43,6 +43,8 @@ def test_arms_are_one_lever_apart_and_parse():
             if arm != "unsloth":
                 assert set(flags) <= known, f"{name}, {arm}"
     assert benchmark.chosen_arms(benchmark.TARGETS["llama"], ["seed", "full"]) == ["seed", "full"]
+    alone = ["full, fused experts"]  # and not the arms whose names go on from there
+    assert benchmark.chosen_arms(benchmark.TARGETS["gpt-oss-20b-lora"], alone) == alone
     assert len(benchmark.chosen_arms(benchmark.TARGETS["llama"], ["drop"])) == len(benchmark.TARGETS["llama"].levers)
 
 
