@@ -290,6 +290,11 @@ def arms(target: Target) -> dict[str, dict]:
     return made
 
 
+def opt_in(settings: dict) -> bool:
+    """Whether an arm's settings need a file that works around a library, which the recipes leave off: fused experts."""
+    return settings.get("model_init_kwargs") == FUSED_EXPERTS["model_init_kwargs"]
+
+
 def settings_of(target: Target, arm: str, rows: str) -> dict:
     """An arm's settings for these rows: documents of N tokens are as long as the limit, in micro-batches as large."""
     settings = dict(arms(target)[arm])

@@ -43,6 +43,7 @@ def short(value: float) -> str:
 def work_of(recipe: str) -> tuple[Work, list[str], dict]:
     """Work of a recipe's config.yaml, its strategies (its own first), and {strategy: GiB of weights, gradients and
     optimizer on each of 8 GPUs}."""
+    import benchmark
     import flops
     import memory
     import smoke
@@ -62,7 +63,7 @@ def work_of(recipe: str) -> tuple[Work, list[str], dict]:
     if isinstance(share, str):
         results = json.loads((ROOT / "docs" / "benchmark.json").read_text("utf-8"))["results"]
         found = [one for one in results if one["key"]["target"] == share and "share_of_ceiling" in one]
-        found = [one for one in found if "model_init_kwargs" not in one["settings"]]  # opt-in, not what is shipped
+        found = [one for one in found if not benchmark.opt_in(one["settings"])]  # what is shipped
         share = max(
             one["share_of_ceiling"] for one in found if one["settings"].get("activation_checkpointing") is False
         )

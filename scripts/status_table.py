@@ -197,37 +197,47 @@ def technique_table() -> str:
     return "\n".join([*lines, "", note])
 
 
+WHAT = {"full": "all weights", "lora": "LoRA", "expert_lora": "LoRA with experts"}  # Target.trained in words
+
+
 def setting_of(target, arm: str) -> str:
     """The name of what an arm of benchmark.py has more than the one before it, or more than `full`."""
-    return list(target.levers)[-1] if arm == "full" else arm.removeprefix("add: ").removeprefix("full, ")
+    import benchmark
+
+    name = list(target.levers)[-1] if arm == "full" else arm.removeprefix("add: ").removeprefix("full, ")
+    return f"{name} (opt-in)" if benchmark.opt_in(benchmark.arms(target).get(arm, {})) else name
 
 
 def lever_table() -> str:
     """What each setting was worth on one GPU, in the order in which benchmark.py adds them."""
     import benchmark
 
-    lines = ["| recipe | settings added | tokens/s before | after | factor | GiB after |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| recipe, what is trained | settings added | tokens/s before | after | factor | GiB after |",
+        "|---|---|---|---|---|---|",
+    ]
     measured = by_arm(read("benchmark.json")["results"])
     for name, target in benchmark.TARGETS.items():
         before, added = None, []
         for arm in dict.fromkeys(["trl", *benchmark.arms(target)]):
-            opt_in = "fused experts" in arm  # on top of `full`, each by itself
+            opt_in = benchmark.opt_in(benchmark.arms(target).get(arm, {}))  # on top of `full`, each by itself
             if not (arm in ("trl", "full") or arm.startswith("add: ") or opt_in):
                 continue
             if arm != "trl":
-                added = [f"{setting_of(target, arm)} (opt-in)"] if opt_in else [*added, setting_of(target, arm)]
+                added = [setting_of(target, arm)] if opt_in else [*added, setting_of(target, arm)]
             if not (repeats := measured.get((name, arm))):
                 continue
             rate = statistics.median(line["tokens_per_second"] for line in repeats)
             memory = statistics.median(line["peak_gib"]["allocated"] for line in repeats)
             if before:
                 lines.append(
-                    f"| {target.recipe} | {'; '.join(added)} | {before:,.0f} | {rate:,.0f} | {rate / before:.2f} | "
-                    f"{memory:.0f} |"
+                    f"| {target.recipe}, {WHAT[target.trained]} | {'; '.join(added)} | {before:,.0f} | {rate:,.0f} | "
+                    f"{rate / before:.2f} | {memory:.0f} |"
                 )
             before, added = before if opt_in else rate, []
     last = next(line for line in reversed(read("benchmark.json")["results"]) if "error" not in line)
-    note = f"The first line of a recipe starts from TRL's own script. 1 x {last['device']}, {last['date']}."
+    begin = "The first line of a recipe starts from TRL's own script, an opt-in one from all other settings."
+    note = f"{begin} 1 x {last['device']}, {last['date']}."
     return "\n".join([*lines, "", note])
 
 
