@@ -5,6 +5,7 @@
     python scripts/benchmark.py run WORK --target llama qwen-lora --arms trl full --repeat 2 --overlap 2 --skip-kept
     python scripts/benchmark.py run WORK --target gpt-oss-120b --arms full --depth 4 8 12
     python scripts/benchmark.py run WORK --target llama --arms full --rows dense:1024 dense:16384 --repeat 2
+    python scripts/benchmark.py run WORK --plan WORK/plan.jsonl --overlap 2         # single arms of many targets, in order
     python scripts/benchmark.py run WORK --target llama --arms seed full --rehearse # tiny model, CPU
     python scripts/benchmark.py list                                               # targets and arms, with their flags
     python scripts/benchmark.py keep WORK/benchmark.jsonl                          # into docs/benchmark.json
@@ -154,6 +155,10 @@ TARGETS = {
             "every second layer, 2 x 4096 x 2": {
                 "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2}
             }
+            | _batch(2, 2),
+            "no checkpointing, 1 x 4096 x 4": NO_CHECKPOINTING | _batch(1, 4),
+            "bf16 weights, no checkpointing, 2 x 4096 x 2": {"dtype": "bfloat16", "bf16_weights": True}
+            | NO_CHECKPOINTING
             | _batch(2, 2),
         },
         trl={"optim": "adamw_8bit"},
@@ -511,8 +516,22 @@ def figures(result: dict, config, lengths: np.ndarray, trained: str) -> dict:
     return {"flops_per_token": count, "mfu": rate / flops.PEAK, "share_of_ceiling": rate / flops.CEILING}
 
 
+def read_plan(path: Path) -> list[dict]:
+    """What to measure, from a file of JSON lines: `target` and `arm`, and where needed `rows`, `depth` and `repeat`."""
+    plan = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        wanted = json.loads(line)
+        if wanted["target"] not in TARGETS or wanted["arm"] not in arms(TARGETS[wanted["target"]]):
+            sys.exit(f"error: {path}, line {number}: no such target or arm. `benchmark.py list` names them all.")
+        plan.append({"rows": "real", "depth": None, "repeat": 0} | wanted)
+    return plan
+
+
 def planned(options, done: list[dict]) -> list[dict]:
-    """Keys of what is to be measured, in order: every arm of every target once, then the next repeat."""
+    """Keys of what is to be measured, in order: the plan's, or every arm of every target once, then the next repeat."""
+    if options.plan:
+        keys = [key | {"weights": options.weights, "rehearse": options.rehearse} for key in read_plan(options.plan)]
+        return [key for key in keys if key not in done]
     plan = []
     for repeat in range(options.repeat):
         for name in options.target:
@@ -564,7 +583,8 @@ def start(options, key: dict, number: int) -> tuple[Arm, object, np.ndarray]:
 def run(options) -> int:
     """Measure the wanted arms, A B A B where they are repeated; each result becomes a line of WORK/benchmark.jsonl."""
     begin = time.monotonic()
-    check_arms(options.target, options.arms)
+    if options.target:
+        check_arms(options.target, options.arms)
     options.work.mkdir(parents=True, exist_ok=True)
     out = options.work / "benchmark.jsonl"
     lines = [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
@@ -801,7 +821,9 @@ def main() -> int:
     verb = verbs.add_parser("run", help="measure")
     verb.set_defaults(do=run)
     verb.add_argument("work", type=lambda text: Path(text).absolute(), help="folder for models, rows, logs, results")
-    verb.add_argument("--target", nargs="+", choices=TARGETS, required=True)
+    what = verb.add_mutually_exclusive_group(required=True)
+    what.add_argument("--target", nargs="+", choices=TARGETS, default=[])
+    what.add_argument("--plan", type=Path, help="a file of JSON lines: target, arm, and where needed rows, depth, repeat")
     verb.add_argument(
         "--arms",
         nargs="+",

@@ -14,8 +14,8 @@ random, and the vocabulary is 256 bytes, some 150 merges and the special tokens.
 as published, give back any text unchanged; so does qwen3, unlike Qwen3's own tokenizer.
 
 `--size` writes random weights in the real dimensions, to measure loading, exporting and training without a download:
-gpt-oss 20b and 120b as MXFP4, shard by shard (14 and 65 GB), the others whole. Their text is still read by the tiny
-tokenizer.
+gpt-oss 20b and 120b as MXFP4, shard by shard (14 and 65 GB), the others whole, and gpt-oss, too, with `--dtype bfloat16`.
+Their text is still read by the tiny tokenizer.
 """
 
 import argparse
@@ -465,8 +465,11 @@ def write_tiny_model(
     if size != "tiny" and (family, size) not in REAL:
         sizes = ", ".join(known for name, known in REAL if name == family)
         raise ExportError(f"--size {size} is no published size of {family}. There is: {sizes}.")
-    if size != "tiny" and family == "gpt-oss" and not mxfp4:
-        raise ExportError(f"--size {size} of gpt-oss is written in the published layout only: give --mxfp4 with it.")
+    if size != "tiny" and family == "gpt-oss" and not mxfp4 and dtype != "bfloat16":
+        raise ExportError(
+            f"--size {size} of gpt-oss needs --mxfp4, for the published layout, or --dtype bfloat16, which makes the "
+            f"whole model at once."
+        )
     if mxfp4 and dtype == "float32":
         raise ExportError(
             "--dtype float32 was given with --mxfp4, whose other weights are bfloat16. Leave --dtype out."
