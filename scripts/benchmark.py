@@ -687,8 +687,7 @@ def grouped(results: list[dict]) -> dict[tuple, list[dict]]:
         key = line["key"]
         return (
             list(order).index(key["target"]),
-            key["rows"] != "real",
-            key["rows"],
+            int(key["rows"].partition(":")[2] or 0),
             order[key["target"]].index(key["arm"]),
             key["depth"] or 0,
         )
