@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
     """Of the packages that decide the speed, those that this arm runs with."""
     names = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "flash-attn-4", "liger-kernel")
     found = {}
-    for name in (*names, "bitsandbytes", "unsloth"):
+    for name in (*names, "bitsandbytes", "torchao", "unsloth", "xformers"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -52,6 +52,7 @@ COMPILE = {
 }
 NO_CHECKPOINTING = {"activation_checkpointing": False}
 FUSED_EXPERTS = {"model_init_kwargs": {"experts_implementation": "fused"}}  # the recipe's fused_experts.py
+STOCHASTIC = {"dtype": "bfloat16", "optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=True"}  # torchao's
 # On Hopper torch's SDPA takes cuDNN first, which builds a plan for every new (batch, padded length).
 CUDNN_LAST = {"env": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}}
 
@@ -142,7 +143,7 @@ TARGETS = {
         recipe="qwen3-8b-invoice",
         model=("qwen3", "8b"),
         trained="full",
-        label="fp32 weights, autocast, 8-bit Adam",
+        label="8-bit Adam, fp32 weights under autocast where nothing else is said",
         base=_unpacked(2, 2, 4096)
         | {"attn_implementation": "sdpa", "optim": "adamw_8bit", "dtype": "float32", "activation_checkpointing": True},
         levers={
@@ -160,6 +161,7 @@ TARGETS = {
             "bf16 weights, no checkpointing, 2 x 4096 x 2": {"dtype": "bfloat16", "bf16_weights": True}
             | NO_CHECKPOINTING
             | _batch(2, 2),
+            "bf16 weights rounded at random, no checkpointing, 2 x 4096 x 2": STOCHASTIC | NO_CHECKPOINTING | _batch(2, 2),
         },
         trl={"optim": "adamw_8bit"},
         unsloth={"full": True, "batch": 4, "accumulation": 1, "length": 4096, "optim": "adamw_8bit"},
@@ -229,6 +231,10 @@ TARGETS = {
             "4 x 4096": _batch(4),
             "fused experts": FUSED_EXPERTS,
             "fused experts, Liger, 4 x 4096": FUSED_EXPERTS | {"use_liger_kernel": True} | _batch(4),
+            "fused experts, Liger, 4 x 4096, rounded at random": FUSED_EXPERTS
+            | {"use_liger_kernel": True, "bf16_weights": False}
+            | STOCHASTIC
+            | _batch(4),
         },
     ),
     "gpt-oss-120b": Target(

@@ -47,7 +47,8 @@ def quantization(launch: Launch) -> None:
             "8bit-optimizer-fsdp",
             launch.where("optim"),
             "optim",
-            "bitsandbytes' optimizers do not know the shards of FSDP2: the first step would fail.",
+            "bitsandbytes' optimizers do not know the shards of FSDP2, so that the first step would fail, and torchao's are "
+            "not tested with them.",
             launch.line("optim", "adamw_torch_fused"),
         )
     if not (args.load_in_4bit or args.load_in_8bit):

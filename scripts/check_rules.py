@@ -197,13 +197,18 @@ def precision(launch: Launch) -> None:
             "take `mixed_precision` out",
         )
     if launch.strategy in ("single", "ddp") and dtype == "bfloat16" and not launch.model_args.use_peft:
-        launch.add(
-            "bf16-without-masters",
-            launch.where("dtype"),
-            "dtype",
-            "all weights would train in bf16 without fp32 masters, which rounds small updates away.",
-            f"{launch.line('dtype', 'float32')} with bf16: true",
-        )
+        asked = (args.optim_args or "").replace(" ", "").lower()
+        rounded = args.optim.value == "adamw_torch_8bit" and "bf16_stochastic_round=true" in asked
+        if not rounded or launch.strategy == "ddp":
+            launch.add(
+                "bf16-without-masters",
+                launch.where("dtype"),
+                "dtype",
+                "each rank would round its bf16 weights by its own draw, and the ranks would drift apart."
+                if rounded
+                else "all weights would train in bf16 without fp32 masters, which rounds small updates away.",
+                f"{launch.line('dtype', 'float32')} with bf16: true",
+            )
     if dtype == "float16" and not launch.cpu:
         launch.add(
             "precision",

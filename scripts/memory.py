@@ -273,7 +273,8 @@ def _moments(settings: Settings, trained: list[Parameter], own: int) -> int:
     """Bytes of Adam's two moments of `own` elements, a part of `trained`.
 
     They have the parameter's type. bitsandbytes keeps a byte each and a scale every 256 elements, and fp32 for what has
-    fewer than 4096 elements; transformers' Trainer excepts embeddings from 8 bits (trainer.py, `optim_bits`).
+    fewer than 4096 elements; transformers' Trainer excepts embeddings from 8 bits (trainer.py, `optim_bits`). torchao's
+    `adamw_torch_8bit` excepts what has fewer than 4096 elements, or no multiple of 256 (optim/adam.py, `_new_buffer`).
     """
     total = sum(p.size for p in trained)
     if not total:
@@ -284,9 +285,10 @@ def _moments(settings: Settings, trained: list[Parameter], own: int) -> int:
         return round(2 * element * own)
     if settings.strategy.startswith("zero"):  # one flat tensor: no name to except
         return round(own * 2 * (1 + 4 / 256))
-    whole = sum(p.size for p in trained if p.size < 4096 or "embed_tokens" in p.name)
-    share = own / total
-    return round(share * (whole * 8 + (total - whole) * 2 * (1 + 4 / 256)))
+    share, torchao = own / total, settings.optim == "adamw_torch_8bit"
+    excepted = [p for p in trained if p.size < 4096 or (p.size % 256 if torchao else "embed_tokens" in p.name)]
+    whole = sum(p.size for p in excepted)
+    return round(share * (whole * 2 * (element if torchao else 4) + (total - whole) * 2 * (1 + 4 / 256)))
 
 
 # ------------------------------------------------------------------------------------------------------- one step on a GPU

@@ -215,6 +215,15 @@ def memory_problem(config, model_args, training_args) -> str | None:
 # ------------------------------------------------------------------------------------------------------- the strategy
 
 
+def rounds_at_random(args) -> bool:
+    """Whether bf16 weights keep small updates without fp32 masters: torchao's Adam rounds up or down by chance.
+
+    So an update that is a tenth of the distance to the next number moves the weight one time in ten.
+    """
+    asked = (args.optim_args or "").replace(" ", "").lower()
+    return args.optim.value == "adamw_torch_8bit" and "bf16_stochastic_round=true" in asked
+
+
 def strategy_problem(trainer) -> str | None:
     """Where what runs is not what was asked for: sharding, clipping, precision. Called with the model prepared."""
     args, world, strategy = trainer.args, environment("WORLD_SIZE", 1), RUN["strategy"]
@@ -235,7 +244,8 @@ def strategy_problem(trainer) -> str | None:
         return f"the launch file asks for {strategy} over {world} process(es), but what runs is {runs}.{cure}"
     if runs == "fsdp" and "8bit" in args.optim.value:
         return (
-            f"bitsandbytes' `optim: {args.optim.value}` does not know FSDP2's shards. Add `--optim adamw_torch_fused`."
+            f"`optim: {args.optim.value}` is not for FSDP2: bitsandbytes does not know its shards, and torchao is not tested "
+            "with them. Add `--optim adamw_torch_fused`."
         )
     adapter = hasattr(trainer.model, "peft_config")
     if runs == "fsdp" and torch.__version__ < (2, 13) and not adapter and args.eval_strategy != "no":
@@ -247,8 +257,15 @@ def strategy_problem(trainer) -> str | None:
         )
     trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     if runs in ("single", "ddp") and torch.bfloat16 in trained and not adapter:
-        return (
-            "all weights would train in bf16 without fp32 masters, which rounds small updates away. Set "
-            "`dtype: float32` and `bf16: true`."
-        )
+        if not rounds_at_random(args):
+            return (
+                "all weights would train in bf16 without fp32 masters, which rounds small updates away. Set "
+                "`dtype: float32` and `bf16: true`, or on one GPU `optim: adamw_torch_8bit` and "
+                "`optim_args: bf16_stochastic_round=True`, which needs the package torchao."
+            )
+        if runs == "ddp":
+            return (
+                "each rank would round its bf16 weights by its own draw, and the ranks would drift apart. Set "
+                "`dtype: float32` and `bf16: true`, or train on one GPU."
+            )
     return None
