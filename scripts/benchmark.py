@@ -57,6 +57,10 @@ STOCHASTIC = {"dtype": "bfloat16", "optim": "adamw_torch_8bit", "optim_args": "b
 CUDNN_LAST = {"env": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}}
 
 
+# Peers that need other versions of the libraries: each has an environment of its own, and reads its weights from files.
+PEERS = {"unsloth": "bench_unsloth.py", "axolotl": "bench_axolotl.py"}
+
+
 @dataclass
 class Target:
     """One row of the result table: what is trained, and the levers between its slowest and its fastest settings."""
@@ -72,6 +76,7 @@ class Target:
     extra: dict[str, dict] = field(default_factory=dict)  # all levers, and this change
     trl: dict | None = None  # what TRL's script needs beyond its defaults; None: no such arm
     unsloth: dict | None = None
+    axolotl: dict | None = None
 
 
 def _batch(batch: int, accumulation: int = 1) -> dict:
@@ -91,6 +96,10 @@ def _lora(rank: int, *modules: str) -> dict:
 
 
 ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+# The fastest that it has for gpt-oss.
+AXOLOTL = {"rank": 8, "modules": ATTENTION_MODULES, "length": 4096}
+AXOLOTL |= {"attention": "flash_attention_4", "experts": "scattermoe"}
+EXPERT_PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LINEAR_MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
 TARGETS = {
     "llama": Target(
@@ -161,7 +170,9 @@ TARGETS = {
             "bf16 weights, no checkpointing, 2 x 4096 x 2": {"dtype": "bfloat16", "bf16_weights": True}
             | NO_CHECKPOINTING
             | _batch(2, 2),
-            "bf16 weights rounded at random, no checkpointing, 2 x 4096 x 2": STOCHASTIC | NO_CHECKPOINTING | _batch(2, 2),
+            "bf16 weights rounded at random, no checkpointing, 2 x 4096 x 2": STOCHASTIC
+            | NO_CHECKPOINTING
+            | _batch(2, 2),
         },
         trl={"optim": "adamw_8bit"},
         unsloth={"full": True, "batch": 4, "accumulation": 1, "length": 4096, "optim": "adamw_8bit"},
@@ -189,6 +200,7 @@ TARGETS = {
         },
         trl=_lora(8, *ATTENTION_MODULES) | {"dtype": "bfloat16"},
         unsloth={"rank": 8, "modules": ATTENTION_MODULES, "batch": 4, "accumulation": 1, "length": 4096},
+        axolotl=AXOLOTL | {"batch": 2, "accumulation": 2, "checkpointing": False},
     ),
     "gpt-oss-20b-experts": Target(
         recipe="gpt-oss-20b",
@@ -208,7 +220,7 @@ TARGETS = {
         | {
             "dtype": "bfloat16",
             "lora_dropout": 0.0,
-            "lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            "lora_target_parameters": EXPERT_PARAMETERS,
         },
         unsloth={
             "rank": 8,
@@ -217,6 +229,7 @@ TARGETS = {
             "accumulation": 1,
             "length": 4096,
         },
+        axolotl=AXOLOTL | {"parameters": EXPERT_PARAMETERS, "batch": 8, "accumulation": 1, "checkpointing": True},
     ),
     "gpt-oss-20b-full": Target(
         recipe="gpt-oss-20b",
@@ -294,8 +307,7 @@ def arms(target: Target) -> dict[str, dict]:
         made["seed with cuDNN attention last"] = target.base | CUDNN_LAST
     if target.trl is not None:
         made["trl"] = target.trl
-    if target.unsloth is not None:
-        made["unsloth"] = target.unsloth
+    made |= {name: getattr(target, name) for name in PEERS if getattr(target, name) is not None}
     # The last `add` is `full`; a recipe without that lever is not measured twice.
     made.pop(f"add: {list(target.levers)[-1]}")
     return made
@@ -411,8 +423,11 @@ def command_line(target: Target, arm: str, settings: dict, model: Path, rows: Pa
     flags = {"model_name_or_path": model, "output_dir": out, "save_strategy": "no", "eval_strategy": "no"}
     flags |= {"max_steps": 10_000, "logging_steps": 5, "report_to": "none"}
     flags |= {"use_cpu": True} if options.rehearse else {}
-    if arm == "unsloth":
-        return [sys.executable, str(SCRIPTS / "bench_unsloth.py"), str(model), json.dumps(settings)]
+    if arm in PEERS:
+        settings = settings | (
+            {"attention": "eager", "experts": "eager", "bf16": False, "length": 256} if options.rehearse else {}
+        )
+        return [sys.executable, str(SCRIPTS / PEERS[arm]), str(model), json.dumps(settings)]
     left_out = ["env", "strategy", "bf16_weights"]
     left_out += ["attn_implementation", "use_liger_kernel"] if options.rehearse else []  # kernels for GPUs
     settings = {k: v for k, v in settings.items() if k not in left_out}
@@ -463,7 +478,7 @@ class Arm:
             "warmup": options.warmup,
             "steps": options.steps,
             "seconds": options.seconds,
-            "weights": "file" if name == "unsloth" else options.weights,
+            "weights": "file" if name in PEERS else options.weights,
             "bf16_weights": refused(settings),
             "profile": str(work / f"profile-{number:03}.txt") if options.profile and not key["repeat"] else None,
         }
@@ -476,8 +491,8 @@ class Arm:
             **device_environment(options),
             **settings.get("env", {}),
         }
-        if name == "unsloth":
-            environment["PYTHONPATH"] = str(options.unsloth_site or "")
+        if name in PEERS:
+            environment["PYTHONPATH"] = getattr(options, f"{name}_site")
             environment["UNSLOTH_COMPILE_LOCATION"] = str(work / "unsloth")  # else in the working directory
         run = work / "runs" / f"{number:03}"
         shutil.rmtree(run, ignore_errors=True)  # of an arm that was stopped in an earlier call
@@ -576,8 +591,7 @@ def start(options, key: dict, number: int) -> tuple[Arm, object, np.ndarray]:
 
     target = TARGETS[key["target"]]
     settings, limit = settings_of(target, key["arm"], key["rows"]), 256 if options.rehearse else 4096
-    # Unsloth looks at the files before it loads them.
-    weights = "file" if key["arm"] == "unsloth" else options.weights
+    weights = "file" if key["arm"] in PEERS else options.weights
     model = model_folder(target, options.work, key["depth"], options.rehearse, weights)
     config = AutoConfig.from_pretrained(model)
     length = int(settings.get("max_length") or settings.get("length") or (1024 if key["arm"] == "trl" else 4096))
@@ -692,7 +706,7 @@ def keep(options) -> int:
 
 def grouped(results: list[dict]) -> dict[tuple, list[dict]]:
     """Results by what was measured, in the order of TARGETS and their arms; the repeats of one arm stand together."""
-    groups, order = {}, {name: ["trl", "unsloth", *arms(target)] for name, target in TARGETS.items()}
+    groups, order = {}, {name: ["trl", *PEERS, *arms(target)] for name, target in TARGETS.items()}
 
     def place(line: dict) -> tuple:
         key = line["key"]
@@ -833,7 +847,9 @@ def main() -> int:
     verb.add_argument("work", type=lambda text: Path(text).absolute(), help="folder for models, rows, logs, results")
     what = verb.add_mutually_exclusive_group(required=True)
     what.add_argument("--target", nargs="+", choices=TARGETS, default=[])
-    what.add_argument("--plan", type=Path, help="a file of JSON lines: target, arm, and where needed rows, depth, repeat")
+    what.add_argument(
+        "--plan", type=Path, help="a file of JSON lines: target, arm, and where needed rows, depth, repeat"
+    )
     verb.add_argument(
         "--arms",
         nargs="+",
@@ -862,7 +878,10 @@ def main() -> int:
     verb.add_argument(
         "--skip-kept", action="store_true", help="leave out what docs/benchmark.json holds, as many steps"
     )
-    verb.add_argument("--unsloth-site", type=Path, help="folder with Unsloth and what it needs: that arm's import path")
+    for peer in PEERS:
+        verb.add_argument(
+            f"--{peer}-site", default="", metavar="PATH", help=f"import path of that arm: {peer} and what it needs"
+        )
     verb.add_argument("--profile", action="store_true", help="profile a step of each arm after the timed ones")
     verb.add_argument("--no-gate", action="store_true", help="leave the correctness gate out")
     verb.add_argument("--rehearse", action="store_true", help="tiny models on the CPU, without kernels for GPUs")

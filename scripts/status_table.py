@@ -93,7 +93,7 @@ def benchmarked() -> list[dict]:
     found = []
     for line in read("benchmark.json")["results"]:
         target, arm = benchmark.TARGETS[line["key"]["target"]], line["key"]["arm"]
-        if "error" in line or line["key"]["rehearse"] or arm in ("trl", "unsloth"):
+        if "error" in line or line["key"]["rehearse"] or arm in ("trl", *benchmark.PEERS):
             continue
         strategy = line["settings"].get("strategy", target.strategy)
         found.append(line | {"recipe": target.recipe, "config": target.config, "strategy": strategy})

@@ -40,7 +40,7 @@ def test_arms_are_one_lever_apart_and_parse():
             dropped = arms[f"drop: {lever}"]
             assert {k for k in dropped if dropped[k] != arms["full"].get(k)} <= change.keys()
         for arm, flags in arms.items():
-            if arm != "unsloth":
+            if arm not in benchmark.PEERS:
                 assert set(flags) <= known, f"{name}, {arm}"
     assert benchmark.chosen_arms(benchmark.TARGETS["llama"], ["seed", "full"]) == ["seed", "full"]
     alone = ["full, fused experts"]  # and not the arms whose names go on from there
