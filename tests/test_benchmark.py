@@ -48,6 +48,24 @@ def test_arms_are_one_lever_apart_and_parse():
     assert len(benchmark.chosen_arms(benchmark.TARGETS["llama"], ["drop"])) == len(benchmark.TARGETS["llama"].levers)
 
 
+def test_a_plan_is_measured_in_its_order(tmp_path):
+    """Single arms of many targets, and not what is there already."""
+    plan = tmp_path / "plan.jsonl"
+    wanted = [
+        {"target": "qwen-full", "arm": "trl", "repeat": 1},
+        {"target": "llama", "arm": "full", "rows": "dense:1024"},
+    ]
+    plan.write_text("".join(json.dumps(line) + "\n" for line in [*wanted, {"target": "llama", "arm": "seed"}]))
+    options = argparse.Namespace(plan=plan, weights="device", rehearse=False)
+    first, second, third = benchmark.planned(options, [])
+    assert (first["target"], first["rows"], first["repeat"]) == ("qwen-full", "real", 1)
+    assert (second["arm"], second["rows"], second["depth"]) == ("full", "dense:1024", None)
+    assert benchmark.planned(options, [first, third]) == [second]
+    plan.write_text(json.dumps({"target": "llama", "arm": "fastest"}))
+    with pytest.raises(SystemExit, match="line 1: no such target or arm"):
+        benchmark.read_plan(plan)
+
+
 def test_lengths_are_frozen():
     """Whoever measures again, with another budget, meets the same documents in the same order."""
     short, long = (benchmark.document_lengths("real", tokens, 4096) for tokens in (100_000, 2_000_000))
